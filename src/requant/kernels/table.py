@@ -1,0 +1,51 @@
+"""The kernel table: (op, format, device type) → function, the torch reference as the fallback.
+
+A layer asks once, when it is built, and never looks at a format's name. Ops and their signatures:
+
+``quantize(weight: Tensor, data: Tensor, scale: Tensor) -> None``
+    Quantize ``weight`` [N, K] (bf16, fp16 or fp32, contiguous) into the preallocated ``data`` and ``scale``
+    (contiguous views of the final parameter, shapes as the format says). Bit for bit the reference.
+
+``linear(weight: QuantizedTensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]``
+    Called once after loading: does the layout that its GEMM needs and returns the forward
+    x [M, K] (``dtype``) → y [M, N] (``dtype``), activations quantized as ``format.activation`` says. The
+    forward must be safe to capture in a CUDA graph.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+# (op, format, device type): "module:function"; "*" matches every format or device. The most specific row wins.
+_ROWS: dict[tuple[str, str, str], str] = {
+    ("quantize", "*", "*"): "requant.kernels.reference:quantize",
+    ("linear", "*", "*"): "requant.kernels.reference:linear",
+    ("quantize", "ptpc_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_ptpc",
+    ("quantize", "per_block_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_per_block",
+    ("quantize", "mxfp4", "cuda"): "requant.kernels.triton.quantize_mxfp4:quantize_mxfp4",
+    ("linear", "ptpc_fp8", "cuda"): "requant.kernels.triton.linear:linear_ptpc",
+    ("linear", "per_block_fp8", "cuda"): "requant.kernels.triton.linear:linear_per_block",
+    ("linear", "mxfp4", "cuda"): "requant.kernels.triton.linear:linear_mxfp4",
+}
+
+
+@cache
+def lookup(op: str, format: str, device_type: str) -> Callable[..., Any]:
+    """The function that runs ``op`` for ``format`` on ``device_type`` (``torch.device.type``).
+
+    Raises:
+        KeyError: No row, not even a fallback, names ``op``.
+    """
+    for key in ((op, format, device_type), (op, format, "*"), (op, "*", device_type), (op, "*", "*")):
+        if key in _ROWS:
+            module, function = _ROWS[key].split(":")
+            return getattr(import_module(module), function)
+    raise KeyError(f"no kernel for op {op!r}; the table has {sorted({row[0] for row in _ROWS})}")
+
+
+def layout_bytes(device: torch.device, n: int, k: int) -> int:
+    """Bytes that the layout step adds to a quantized [N, K] weight: the CPU's float32 copy, else none."""
+    return n * k * 4 if device.type == "cpu" else 0
