@@ -173,9 +173,13 @@ class Sampler:
         return token_counts(self._tensor(at), self._tensor(tokens), len(histories), vocab)
 
     def _draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """One random token a row: temperature, filters, noise."""
-        scaled = (logits - logits.amax(dim=1, keepdim=True)) / self._column([r.params.temperature for r in rows])
-        return gumbel_argmax(self._filtered(scaled, rows), self._noise(rows, logits.shape[1]))
+        """One random token a row."""
+        return gumbel_argmax(self._shaped(logits, rows), self._noise(rows, logits.shape[1]))
+
+    def _shaped(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Temperature, then filters: the softmax of the result is the distribution that is sampled from."""
+        temperature = self._column([row.params.temperature for row in rows])
+        return self._filtered((logits - logits.amax(dim=1, keepdim=True)) / temperature, rows)
 
     def _filtered(self, scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Set to -inf what top_k, top_p and min_p leave out; changes ``scaled``.
