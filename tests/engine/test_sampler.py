@@ -142,6 +142,22 @@ def test_samples_follow_the_distribution(params: dict[str, float], draws: str) -
     chi_square(tokens.tolist(), oracle(logits[0].tolist(), row))
 
 
+def test_unseeded_rows_beside_seeded_ones_follow_the_distribution() -> None:
+    plain, seeded = Row(SamplingParams()), Row(SamplingParams(seed=1))
+    logits = make_logits(1).expand(8000, -1)
+    tokens = Sampler("cpu", seed=1).sample(logits, [plain, seeded] * 4000).tolist()
+    chi_square(tokens[::2], oracle(logits[0].tolist(), plain))
+    assert len(set(tokens[1::2])) == 1
+
+
+def test_close_logits_far_from_zero_keep_their_distribution() -> None:
+    step = 2.0**-13
+    row = Row(SamplingParams(temperature=step))
+    logits = (1000 - step * torch.arange(5)).expand(8000, -1)
+    tokens = Sampler("cpu", seed=1).sample(logits, [row] * 8000)
+    chi_square(tokens.tolist(), oracle(logits[0].tolist(), row))
+
+
 def test_plain_greedy_is_argmax_and_the_first_of_equals() -> None:
     logits = make_logits(5).round()
     tokens = Sampler("cpu").sample(logits, [Row(SamplingParams(temperature=0))] * 5)

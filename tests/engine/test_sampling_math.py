@@ -65,6 +65,24 @@ def test_seeded_noise_is_exponential_and_uncorrelated() -> None:
         assert abs((centred * other).mean()) < 5 * deviation
 
 
+def unmix(z: int) -> int:
+    """Inverse of SplitMix64's output function."""
+    z ^= (z >> 31) ^ (z >> 62)
+    z = (z * pow(0x94D049BB133111EB, -1, 2**64)) & MASK
+    z ^= (z >> 27) ^ (z >> 54)
+    z = (z * pow(0xBF58476D1CE4E5B9, -1, 2**64)) & MASK
+    return z ^ (z >> 30) ^ (z >> 60)
+
+
+@pytest.mark.parametrize("bits", [0, MASK])
+def test_extreme_noise_is_positive_and_finite(bits: int) -> None:
+    seed = unmix(unmix((unmix(bits) - 0x9E3779B97F4A7C15) & MASK))
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    noise = seeded_exponential(torch.tensor([signed]), torch.tensor([0]), 1).item()
+    assert noise < 1e-15 if bits == 0 else noise > 16
+    assert 0 < noise < math.inf
+
+
 def test_gumbel_argmax_never_takes_what_is_masked() -> None:
     logits = torch.full((1, 4), -torch.inf)
     logits[0, 2] = -1000.0

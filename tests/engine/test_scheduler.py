@@ -117,16 +117,39 @@ def test_last_arrived_loses_its_blocks_and_is_computed_again() -> None:
     assert plan(scheduler.schedule()) == [("young", 0, known, True)]
 
 
-def test_preempted_request_stays_ahead_of_those_that_came_later() -> None:
-    scheduler = Scheduler(config(num_blocks=4, max_model_len=16))
+def test_preempted_request_goes_ahead_of_those_that_came_later() -> None:
+    scheduler = Scheduler(config(num_blocks=4, max_model_len=16, max_num_seqs=2))
     old, young = request("old", 7), request("young", 3, first=100)
+    for each in (old, young, request("late", 1, first=200)):
+        scheduler.add(each)
+    while scheduler.preemptions == 0:
+        sample(scheduler.schedule())
+    scheduler.finish(old)
+    assert [name for name, *_ in plan(scheduler.schedule())] == ["young", "late"]
+
+
+def test_newcomer_leaves_a_block_for_everyone_running() -> None:
+    for num_blocks, admitted in ((4, False), (5, True)):
+        scheduler = Scheduler(config(num_blocks=num_blocks))
+        scheduler.add(request("a", 8))
+        scheduler.add(request("b", 8, first=100))
+        assert len(scheduler.schedule().sequences) == 1 + admitted
+
+
+def test_blocks_computed_again_are_found_again() -> None:
+    scheduler = Scheduler(config(num_blocks=4, max_model_len=16))
+    old, young = request("old", 7), request("young", 4, first=100)
     scheduler.add(old)
     scheduler.add(young)
     while scheduler.preemptions == 0:
         sample(scheduler.schedule())
-    scheduler.add(request("late", 1, first=200))
+    while len(old.tokens) < 16:  # takes the block that young's prompt was in
+        sample(scheduler.schedule())
     scheduler.finish(old)
-    assert [name for name, *_ in plan(scheduler.schedule())] == ["young", "late"]
+    assert plan(scheduler.schedule())[0][:2] == ("young", 0)
+    scheduler.finish(young)
+    scheduler.add(request("again", 6, first=100))
+    assert plan(scheduler.schedule())[0][:2] == ("again", 4)
 
 
 def test_equal_prompts_of_one_step_share_blocks() -> None:

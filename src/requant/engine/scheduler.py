@@ -113,7 +113,6 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         """Choose the next step's work."""
         budget = self.config.max_num_batched_tokens
-        preempted = self.preemptions
         sequences: list[ScheduledSequence] = []
         # Preemption takes from the end of the list, which this loop has not reached.
         while budget and len(sequences) < len(self._running):
@@ -122,8 +121,7 @@ class Scheduler:
             if self._grow(request, request.computed + count):
                 sequences.append(self._take(request, count))
                 budget -= count
-        # What a preemption has freed is for the running sequences: whoever lost it would be the next to be admitted.
-        while budget and self._waiting and preempted == self.preemptions and self._admit_next():
+        while budget and self._waiting and self._admit_next():
             request = self._running[-1]
             count = min(request.uncomputed, budget)
             sequences.append(self._take(request, count))
@@ -139,6 +137,7 @@ class Scheduler:
         found = self._find_prefix(request)
         new = self._blocks_for(len(request.tokens)) - len(found)
         # Every running sequence needs another block soon; without one each, the newcomer would be thrown out again.
+        # For the same reason a sequence that was preempted in this step is not admitted in it.
         if len(self._running) >= self.config.max_num_seqs or not self.pool.can_serve(found, new, len(self._running)):
             return False
         self.pool.hold(found)
@@ -211,7 +210,6 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = []
-        request.published = 0
         request.computed = 0
 
     def _blocks_for(self, length: int) -> int:
