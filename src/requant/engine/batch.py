@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from requant.engine.runner_protocol import ScheduledSequence
-from requant.layers.attention_batch import AttentionBatch
+from requant.kernels.attention_batch import AttentionBatch
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ def make_input(sequences: Sequence[ScheduledSequence], block_size: int, device: 
     counts = np.array([s.count for s in sequences], dtype=np.int64)
     starts = np.array([s.start for s in sequences], dtype=np.int64)
     query_start = np.concatenate(([0], np.cumsum(counts)))
-    ids = np.concatenate([np.asarray(s.request.tokens[s.start : s.start + s.count], dtype=np.int64) for s in sequences])
+    ids = np.concatenate([np.asarray(s.request.tokens[s.start : s.stop], dtype=np.int64) for s in sequences])
     positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
 
     context_lens = starts + counts
     pages = -(-context_lens // block_size)
     tables = np.zeros((len(sequences), int(pages.max())), dtype=np.int32)
     for row, (sequence, used) in enumerate(zip(sequences, pages, strict=True)):
-        tables[row, :used] = sequence.request.block_ids[:used]
+        tables[row, :used] = sequence.request.blocks[:used]
     rows = np.repeat(np.arange(len(sequences)), counts)
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
 

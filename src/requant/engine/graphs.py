@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from requant.layers.attention_batch import AttentionBatch
+from requant.kernels.attention_batch import AttentionBatch
 
 Forward = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
 

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from requant.engine.batch import ModelInput, dummy_input, make_input
 from requant.engine.graphs import DecodeGraphs, graph_sizes
 from requant.engine.runner_protocol import RunnerOutput, ScheduledSequence
+from requant.engine.messages import TokenLogprobs
 from requant.engine.sampler import Sampler, prompt_token_logprobs
+from requant.models.base import CausalLM
 
 
 class ModelRunner:
@@ -23,12 +25,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, dtype: torch.dtype, block_size: int, seed: int = 0
+        self, model: CausalLM, device: torch.device, dtype: torch.dtype, block_size: int, seed: int = 0
     ) -> None:
         self.model = model
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
+        self.vocab_size = int(model.config.vocab_size)
         self.num_blocks = 0
         self._graphs: DecodeGraphs | None = None
         self._sampler = Sampler(device, seed)
@@ -90,16 +93,13 @@ class ModelRunner:
             return self._graphs.replay(step.input_ids, step.positions, step.attention)
         return self.model(step.input_ids, step.positions, step.attention)
 
-    def _prompt_logprobs(self, sequence: ScheduledSequence, hidden: Tensor, last: int) -> tuple:
+    def _prompt_logprobs(self, sequence: ScheduledSequence, hidden: Tensor, last: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens that this chunk's hidden states predict."""
-        request = sequence.request
-        wanted = request.params.prompt_logprobs
-        if wanted is None:
+        positions = sequence.prompt_positions
+        wanted = sequence.request.params.prompt_logprobs
+        if wanted is None or not positions:
             return ()
-        stop = min(sequence.start + sequence.count, request.num_prompt_tokens - 1)
-        if stop <= sequence.start:
-            return ()
-        first = last + 1 - sequence.count
-        following = request.tokens[sequence.start + 1 : stop + 1]
-        states = hidden[first : first + stop - sequence.start]
+        first = last + 1 - sequence.stop  # index in T of the sequence's position 0
+        states = hidden[first + positions.start : first + positions.stop]
+        following = sequence.request.prompt[positions.start + 1 : positions.stop + 1]
         return tuple(prompt_token_logprobs(states, following, wanted, self.model.compute_logits))
