@@ -5,13 +5,12 @@
 
 from torch import Tensor
 
-from requant.errors import RecipeError
 from requant.formats import mxfp4, per_block_fp8, ptpc_fp8
 from requant.formats.base import Format, QuantizedTensor
 from requant.formats.check import check_finite, check_matrix, count_nonfinite
+from requant.recipe import canonical_format
 
 __all__ = [
-    "ALIASES",
     "FORMATS",
     "Format",
     "QuantizedTensor",
@@ -23,20 +22,15 @@ __all__ = [
 ]
 
 FORMATS: dict[str, Format] = {module.FORMAT.name: module.FORMAT for module in (ptpc_fp8, per_block_fp8, mxfp4)}
-ALIASES: dict[str, str] = {"per_block128_fp8": "per_block_fp8"}
 
 
 def get(name: str) -> Format:
-    """The format called ``name``; case and surrounding blanks do not matter, and aliases are accepted.
+    """The format called ``name``, in any spelling that a recipe accepts.
 
     Raises:
         RecipeError: No format has that name; the message lists those that exist.
     """
-    key = name.strip().lower()
-    key = ALIASES.get(key, key)
-    if key not in FORMATS:
-        raise RecipeError(f"unknown format {name!r}; accepted are {', '.join([*FORMATS, *ALIASES])}")
-    return FORMATS[key]
+    return FORMATS[canonical_format(name)]
 
 
 def quantize(weight: Tensor, format_name: str) -> QuantizedTensor:
