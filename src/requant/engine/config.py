@@ -1,0 +1,125 @@
+"""Configuration of one engine: frozen, nested, and the single source of the command line's flags.
+
+Each field carries its help, and its choices where there are any; :mod:`requant.entrypoints.arguments` makes the
+flags, their types and their defaults from it. Names, meanings and defaults are vLLM's.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from requant.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field with what its flag needs: ``help``, and optionally ``choices``, ``short``, ``metavar``."""
+    return field(default=default, metadata={"help": help, **extra})
+
+
+def _check(accepted: bool, flag: str, value: object, what: str) -> None:
+    if not accepted:
+        raise ConfigError(f"--{flag.replace('_', '-')} is {value!r}; accepted: {what}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, in which numbers."""
+
+    model: str = option("", "a local folder or a Hugging Face id")
+    tokenizer: str | None = option(None, "folder or id of the tokenizer (default: the model's)")
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
+    trust_remote_code: bool = option(False, "accepted for configs and tokenizers; model code is never executed")
+    dtype: str = option("auto", "activations and unquantized weights (auto: the checkpoint's)", choices=DTYPES)
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)")
+    seed: int = option(0, "seed of sampling without a seed of its own")
+    enforce_eager: bool = option(False, "no CUDA graphs")
+
+    def __post_init__(self) -> None:
+        """Refuse what no model can satisfy."""
+        _check(bool(self.model), "model", self.model, "a local folder or a Hugging Face id")
+        _check(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "2 or more")
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What to quantize while loading, and where the report goes."""
+
+    online_quant_config: Any = option(None, "the recipe: a JSON object, or the path of a JSON file", metavar="JSON")
+    online_quant_info_dir: str | None = option(None, "folder of the report (default: the working directory)")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = option(16, "tokens in one page of the KV cache")
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that weights and KV cache may take")
+    kv_cache_memory_bytes: int | None = option(None, "size of the KV cache in bytes (default: what is left)")
+    no_enable_prefix_caching: bool = option(False, "don't reuse the KV cache of equal prompt beginnings")
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that the attention kernels don't take."""
+        size, share = self.block_size, self.gpu_memory_utilization
+        _check(size >= 8 and size & (size - 1) == 0, "block_size", size, "a power of two, 8 or more")
+        _check(0.0 < share <= 1.0, "gpu_memory_utilization", share, "above 0, at most 1")
+        nbytes = self.kv_cache_memory_bytes
+        _check(nbytes is None or nbytes > 0, "kv_cache_memory_bytes", nbytes, "1 or more")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How much runs in one step."""
+
+    max_num_seqs: int = option(256, "most sequences in one step")
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step (default: 8192 on a GPU, 1024 on a CPU)")
+
+    def __post_init__(self) -> None:
+        """Refuse empty batches."""
+        _check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "1 or more")
+        tokens = self.max_num_batched_tokens
+        _check(tokens is None or tokens >= 1, "max_num_batched_tokens", tokens, "1 or more")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The device that the engine runs on."""
+
+    device: str = option("auto", "where to run (auto: a GPU if there is one)", choices=("auto", "cuda", "cpu"))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine needs to know; made by :meth:`create` from flat names."""
+
+    model: ModelConfig
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @classmethod
+    def create(cls, **flat: Any) -> "EngineConfig":
+        """Build from flat keyword arguments: ``EngineConfig.create(model="M", dtype="float32", max_num_seqs=8)``.
+
+        Raises:
+            ConfigError: A name is not an option (the message lists them), or a value is not accepted.
+        """
+        known = {name for part in PARTS.values() for name in (f.name for f in fields(part))}
+        for name in flat:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}; accepted: {', '.join(sorted(known))}")
+        parts = {
+            key: part(**{f.name: flat[f.name] for f in fields(part) if f.name in flat}) for key, part in PARTS.items()
+        }
+        return cls(**parts)
+
+
+PARTS: dict[str, type] = {
+    "model": ModelConfig,
+    "quant": QuantConfig,
+    "cache": CacheConfig,
+    "batch": BatchConfig,
+    "parallel": ParallelConfig,
+}
