@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import Attention
-from requant.layers.attention_batch import AttentionBatch
 
 
 def _bound(dtype: torch.dtype = torch.float32) -> Attention:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from requant.formats.base import Format
-from requant.layers.attention_batch import AttentionBatch
+from requant.kernels.attention_batch import AttentionBatch
 from requant.models.base import CausalLM
 from requant.models.registry import model_class
 

@@ -152,14 +152,18 @@ def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
     dtype = getattr(config, "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2 else torch.bfloat16
+    return (
+        dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2 else torch.bfloat16
+    )
 
 
 def _device(config: ParallelConfig) -> torch.device:
     there = torch.cuda.is_available()
     if config.device == "cuda" and not there:
         raise ConfigError("--device is 'cuda', and torch sees no GPU; accepted here: auto, cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if there and config.device != "cpu" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if there and config.device != "cpu" else torch.device("cpu")
+    )
 
 
 def _max_model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from requant.engine.batch import ModelInput, dummy_input, make_input
 from requant.engine.graphs import DecodeGraphs, graph_sizes
+from requant.engine.messages import CoreRequest, TokenLogprobs
+from requant.engine.request import Request
 from requant.engine.runner_protocol import RunnerOutput, ScheduledSequence
-from requant.engine.messages import TokenLogprobs
-from requant.engine.sampler import Sampler, prompt_token_logprobs
+from requant.engine.sampler import Sampler, sliced_logprobs
+from requant.engine.sampling_params import SamplingParams
 from requant.models.base import CausalLM
 
 
@@ -58,9 +60,11 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         step = dummy_input(1, max_tokens, self.device)
         hidden = self._forward(step)
-        rows = torch.zeros(min(max_seqs, max_tokens), dtype=torch.int64, device=self.device)
-        logits = self.model.compute_logits(hidden[rows])
-        logits.softmax(-1)
+        count = min(max_seqs, max_tokens)
+        logits = self.model.compute_logits(hidden[torch.zeros(count, dtype=torch.int64, device=self.device)])
+        costly = SamplingParams(top_p=0.5, max_tokens=None)  # sorts the vocabulary
+        request = Request(CoreRequest("profile", (0,), costly), context=max_tokens)
+        self._sampler.sample(logits, [request] * count)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         del step, hidden, logits
@@ -83,9 +87,11 @@ class ModelRunner:
         if sampling:
             rows = torch.from_numpy(step.last[sampling]).to(self.device, non_blocking=True)
             logits = self.model.compute_logits(hidden[rows])
-            sampled = self._sampler.sample(logits, [sequences[i].request for i in sampling])
-            for i, (token, logprobs) in zip(sampling, sampled, strict=True):
-                outputs[i] = RunnerOutput((token,), (logprobs,) if logprobs else (), prompt[i])
+            requests = [sequences[i].request for i in sampling]
+            tokens = self._sampler.sample(logits, requests)
+            entries = self._sampler.logprobs(logits, tokens, requests)
+            for i, token, entry in zip(sampling, tokens.tolist(), entries, strict=True):
+                outputs[i] = RunnerOutput((token,), (entry,) if entry else (), prompt[i])
         return outputs
 
     def _forward(self, step: ModelInput) -> Tensor:
@@ -102,4 +108,4 @@ class ModelRunner:
         first = last + 1 - sequence.stop  # index in T of the sequence's position 0
         states = hidden[first + positions.start : first + positions.stop]
         following = sequence.request.prompt[positions.start + 1 : positions.stop + 1]
-        return tuple(prompt_token_logprobs(states, following, wanted, self.model.compute_logits))
+        return tuple(sliced_logprobs(lambda a, b: self.model.compute_logits(states[a:b]), following, wanted))

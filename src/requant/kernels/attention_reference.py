@@ -10,6 +10,20 @@ from torch import Tensor
 from requant.kernels.attention_batch import AttentionBatch
 
 
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Put each token's key and value into its slot of the cache.
+
+    Args:
+        k: [T, Hk, D].
+        v: Likewise.
+        k_cache: [pages, block_size, Hk, D]; the last page is a spare one that holds no sequence's tokens.
+        v_cache: Likewise.
+        slots: int64 [T], page · block_size + offset; -1: nowhere, which is here the spare page's last slot.
+    """
+    k_cache.flatten(0, 1)[slots] = k
+    v_cache.flatten(0, 1)[slots] = v
+
+
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None
 ) -> Tensor:

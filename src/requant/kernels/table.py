@@ -14,6 +14,9 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
 ``attention(q, k_cache, v_cache, batch: AttentionBatch, scale: float, sliding_window: int | None) -> Tensor``
     Causal attention of q [T, Hq, D] over the paged caches [pages, block_size, Hk, D], which already hold this
     step's keys and values → [T, Hq, D]. No format: looked up as ``"*"``.
+
+``kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None``
+    Put keys and values [T, Hk, D] into the paged caches at ``slots`` (-1: nowhere). No format: looked up as ``"*"``.
 """
 
 from collections.abc import Callable
@@ -27,6 +30,8 @@ import torch
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
+    ("kv_write", "*", "*"): "requant.kernels.attention_reference:kv_write",
+    ("kv_write", "*", "cuda"): "requant.kernels.triton.kv_write:kv_write",
     ("attention", "*", "*"): "requant.kernels.attention_reference:attention",
     ("attention", "*", "cuda"): "requant.kernels.triton.attention:attention",
     ("quantize", "ptpc_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_ptpc",

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from requant.kernels.attention_batch import AttentionBatch
 from requant.kernels.table import lookup
-from requant.layers.attention_batch import AttentionBatch
 
 
 class Attention(nn.Module):
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         """
         assert self.kv_cache is not None, "no kv_cache is bound"
         k_cache, v_cache = self.kv_cache.unbind(0)
-        k_cache.flatten(0, 1)[batch.slots] = k
-        v_cache.flatten(0, 1)[batch.slots] = v
-        attend = lookup("attention", "*", q.device.type)
+        device = q.device.type
+        lookup("kv_write", "*", device)(k, v, k_cache, v_cache, batch.slots)
+        attend = lookup("attention", "*", device)
         return attend(q, k_cache, v_cache, batch, self.scale, self.sliding_window).flatten(1)

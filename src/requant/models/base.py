@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import Attention
-from requant.layers.attention_batch import AttentionBatch
 from requant.layers.base import PlainLayer, QuantizableLayer
 
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from requant.errors import ModelError
+from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import Attention
-from requant.layers.attention_batch import AttentionBatch
 from requant.layers.embedding import Embedding, OutputHead
 from requant.layers.linear import merged_linear, plain_linear, qkv_linear
 from requant.layers.norm import RMSNorm
