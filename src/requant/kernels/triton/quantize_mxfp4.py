@@ -84,8 +84,8 @@ def _any_kernel(weight, data, scale, total, k, groups_k, GROUPS: tl.constexpr):
     _store_groups(even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True), group, in_range, data, scale)
 
 
-_GROUPS = 32
-_WARPS = 1
+_GROUPS = 128
+_WARPS = 2
 _PAIR_TYPES = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
