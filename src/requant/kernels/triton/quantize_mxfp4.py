@@ -52,13 +52,16 @@ def _store_groups(even, odd, group, in_range, data, scale):
 
 
 @triton.jit
-def _words_kernel(words, data, scale, total, IS_BF16: tl.constexpr, GROUPS: tl.constexpr):
-    """Whole groups of 16-bit values, read as int32 words [total, P]: a word is one pair."""
+def _words_kernel(words, data, scale, total, dtype: tl.constexpr, GROUPS: tl.constexpr):
+    """Whole groups of values of ``dtype``, read as integers [total, P] of twice their width: one is a pair."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     pair = tl.arange(0, PAIRS)
     in_range = group < total
     word = tl.load(words + group[:, None] * PAIRS + pair[None, :], mask=in_range[:, None], other=0)
-    if IS_BF16:
+    if dtype == tl.float32:
+        even = word.to(tl.int32)
+        odd = (word >> 32).to(tl.int32)
+    elif dtype == tl.bfloat16:
         even = word << 16
         odd = word & -65536
     else:
@@ -81,7 +84,10 @@ def _any_kernel(weight, data, scale, total, k, groups_k, GROUPS: tl.constexpr):
     _store_groups(even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True), group, in_range, data, scale)
 
 
-_GROUPS = 32
+_GROUPS = 128
+_WARPS = 2
+_PAIR_TYPES = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def quantize_mxfp4(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None:
@@ -92,11 +98,11 @@ def quantize_mxfp4(format: Format, weight: Tensor, data: Tensor, scale: Tensor) 
     k = weight.shape[1]
     groups_k, total = scale.shape[1], scale.numel()
     grid = (triton.cdiv(total, _GROUPS),)
-    in_words = weight.element_size() == 2 and k % format.group[1] == 0 and weight.storage_offset() % 2 == 0
+    pairs = _PAIR_TYPES[weight.dtype]
+    aligned = weight.data_ptr() % pairs.itemsize == 0 and weight.storage_offset() % 2 == 0
     with torch.cuda.device_of(weight):
-        if in_words and weight.data_ptr() % 4 == 0:
-            words = weight.view(torch.int32)
-            is_bf16 = weight.dtype == torch.bfloat16
-            _words_kernel[grid](words, data, scale, total, IS_BF16=is_bf16, GROUPS=_GROUPS, num_warps=1)
+        if aligned and k % format.group[1] == 0:
+            words, dtype = weight.view(pairs), _TRITON_TYPES[weight.dtype]
+            _words_kernel[grid](words, data, scale, total, dtype=dtype, GROUPS=_GROUPS, num_warps=_WARPS)
         else:
-            _any_kernel[grid](weight, data, scale, total, k, groups_k, GROUPS=_GROUPS, num_warps=1)
+            _any_kernel[grid](weight, data, scale, total, k, groups_k, GROUPS=_GROUPS, num_warps=_WARPS)
