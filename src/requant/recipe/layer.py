@@ -11,12 +11,14 @@ class LayerNames:
         module: The module's name, with vLLM's fused names: ``model.layers.0.self_attn.qkv_proj``.
         parts: The checkpoint names (without ``.weight``) of the matrices that the module is made of:
             ``(…q_proj, …k_proj, …v_proj)``, each expert's ``…experts.7.gate_proj``; ``(module,)`` for a
-            module that is not fused.
+            module that is not fused, and for an ``lm_head`` whose weight is tied to the embedding.
         protected: What kind of protected layer it is (``"MoE router"``, ``"lm_head"``), else None. The
             global target never reaches a protected layer; see :func:`requant.recipe.resolve`.
-        fixed: Why the model cannot run this layer quantized at all, else None.
+        fixed: Why the model cannot run this layer quantized at all, else None. Printed behind
+            ``cannot be quantized: ``.
         not_loaded: Why this layer is not read from the checkpoint (an MTP layer without speculative
-            decoding), else None. Such a layer is still matched, and always kept.
+            decoding), else None. Such a layer is still matched, and always kept. Printed behind
+            ``not loaded: ``.
     """
 
     module: str
@@ -51,7 +53,8 @@ class Resolution:
     Attributes:
         decisions: One per layer, in the order the layers were given, keyed by module name.
         unmatched_patterns: The excludes that match no part of the model, as the user wrote them.
-        warnings: One line each, for the log: unmatched excludes, protected layers that are quantized.
+        warnings: One line each, for the log: unmatched excludes, overrides that meet only layers which cannot be
+            quantized, protected layers that are quantized.
     """
 
     decisions: dict[str, Decision]
