@@ -10,6 +10,10 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     Called once after loading: does the layout that its GEMM needs and returns the forward
     x [M, K] (``dtype``) → y [M, N] (``dtype``), activations quantized as ``format.activation`` says. The
     forward must be safe to capture in a CUDA graph.
+
+``attention(q, k_cache, v_cache, batch: AttentionBatch, scale: float, sliding_window: int | None) -> Tensor``
+    Causal attention of q [T, Hq, D] over the paged caches [pages, block_size, Hk, D], which already hold this
+    step's keys and values → [T, Hq, D]. No format: looked up as ``"*"``.
 """
 
 from collections.abc import Callable
@@ -23,6 +27,7 @@ import torch
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
+    ("attention", "*", "*"): "requant.kernels.attention_reference:attention",
     ("quantize", "ptpc_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_ptpc",
     ("quantize", "per_block_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_per_block",
     ("quantize", "mxfp4", "cuda"): "requant.kernels.triton.quantize_mxfp4:quantize_mxfp4",

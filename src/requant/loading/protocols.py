@@ -13,8 +13,8 @@ from requant.recipe.layer import LayerNames
 class PlainModule(Protocol):
     """A module whose parameters are filled as the checkpoint has them (norms, embeddings).
 
-    It owns no parameter until :meth:`build`. A module may have no placements and still want to be built (rotary
-    tables). A :class:`QuantizableModule` looks like one too, and is told apart by its ``names``.
+    Structurally a quantizable module looks like one too: tell them apart by ``names``, or take the model's own
+    ``quantizable()`` and ``plain()``. A module may have no placements and still want :meth:`build` (rotary tables).
     """
 
     placements: tuple[Placement, ...]
