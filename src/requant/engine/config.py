@@ -72,7 +72,7 @@ class CacheConfig:
 class BatchConfig:
     """How much runs in one step."""
 
-    max_num_seqs: int = option(128, "most sequences in one step")
+    max_num_seqs: int = option(256, "most sequences in one step")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step (default: 8192 on a GPU, 1024 on a CPU)")
 
     def __post_init__(self) -> None:

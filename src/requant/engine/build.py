@@ -1,0 +1,172 @@
+"""From a configuration to an engine that is ready to run: checkpoint, recipe, plan, load, KV cache, graphs."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from requant.engine import memory
+from requant.engine.config import EngineConfig, ParallelConfig
+from requant.engine.core import EngineCore
+from requant.engine.runner import ModelRunner
+from requant.engine.scheduler import SchedulerConfig
+from requant.engine.tokenizer import eos_token_ids
+from requant.errors import CheckpointError, ConfigError
+from requant.loading import (
+    Checkpoint,
+    Plan,
+    check_memory,
+    inspect,
+    load,
+    locate,
+    make_plan,
+    make_progress,
+    prepare_report,
+    read_config,
+    read_headers,
+)
+from requant.models.base import CausalLM
+from requant.models.registry import model_class
+from requant.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model without weights, and the plan to load it."""
+
+    model: CausalLM
+    plan: Plan
+    config: PreTrainedConfig
+    folder: Path
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """A core that is ready to run, and what a front end must know of it.
+
+    Attributes:
+        core: The engine core.
+        max_model_len: Longest prompt plus output, in tokens.
+        vocab_size: Token ids are below it.
+        eos_token_ids: Tokens that end a sequence.
+        report_path: Where the report of online quantization was written, or None.
+    """
+
+    core: EngineCore
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    report_path: str | None
+
+
+def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
+    """Everything up to the plan: no weight is read, and with ``headers_only`` none is downloaded either.
+
+    Raises:
+        RequantError: The recipe, the checkpoint or the configuration is not acceptable.
+    """
+    recipe = Recipe.parse(config.quant.online_quant_config)
+    name, revision = config.model.model, config.model.revision
+    checkpoint = inspect(name, revision) if headers_only else read_headers(locate(name, revision))
+    raw = read_config(checkpoint.folder)
+    model_type = model_class(raw.get("architectures"))
+    hf_config = _hf_config(checkpoint)
+    model = model_type(hf_config)
+    plan = make_plan(
+        model,
+        checkpoint,
+        recipe,
+        name=name,
+        config=raw,
+        dtype=_dtype(config.model.dtype, hf_config),
+        device=_device(config.parallel),
+    )
+    return Planned(model, plan, hf_config, checkpoint.folder, _max_model_len(config, hf_config))
+
+
+def build_core(config: EngineConfig) -> BuiltEngine:
+    """Load the model, quantized as the recipe says, and make the engine core.
+
+    Raises:
+        RequantError: Something the user gave cannot be satisfied; one line says what.
+    """
+    planned = plan_model(config)
+    plan, model, device = planned.plan, planned.model, planned.plan.device
+    max_tokens = config.batch.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
+    max_seqs = min(config.batch.max_num_seqs, max_tokens)
+
+    runner = ModelRunner(model, device, plan.dtype, config.cache.block_size, config.model.seed)
+    pages = -(-planned.max_model_len // config.cache.block_size)
+    available = memory.available_bytes(device, config.cache.gpu_memory_utilization)
+    check_memory(plan, available, cache_bytes=pages * runner.block_bytes)
+    write_report = prepare_report(plan, config.quant.online_quant_info_dir)
+
+    result = load(plan, model, progress=make_progress(plan))
+    report_path = write_report(result)
+
+    left = available - plan.weight_bytes - plan.layout_bytes
+    if device.type == "cuda":
+        left -= runner.activation_bytes(max_tokens, max_seqs)
+    blocks = memory.kv_blocks(config.cache, device, left, runner.block_bytes, planned.max_model_len, max_seqs)
+    runner.allocate(blocks)
+    if device.type == "cuda" and not config.model.enforce_eager:
+        runner.capture(max_seqs, planned.max_model_len)
+    logger.info(
+        "KV cache: %.2f GB, %d tokens in pages of %d",
+        blocks * runner.block_bytes / 1e9,
+        blocks * config.cache.block_size,
+        config.cache.block_size,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=max_tokens,
+        max_model_len=planned.max_model_len,
+        block_size=config.cache.block_size,
+        num_blocks=blocks,
+        enable_prefix_caching=not config.cache.no_enable_prefix_caching,
+    )
+    return BuiltEngine(
+        core=EngineCore(runner, scheduler),
+        max_model_len=planned.max_model_len,
+        vocab_size=runner.vocab_size,
+        eos_token_ids=eos_token_ids(planned.folder, planned.config),
+        report_path=report_path,
+    )
+
+
+def _hf_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The configuration by transformers' own classes; code that a checkpoint brings is never executed."""
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"transformers cannot read {checkpoint.folder / 'config.json'}: {line}") from error
+
+
+def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+    if name != "auto":
+        return getattr(torch, name)
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2 else torch.bfloat16
+
+
+def _device(config: ParallelConfig) -> torch.device:
+    there = torch.cuda.is_available()
+    if config.device == "cuda" and not there:
+        raise ConfigError("--device is 'cuda', and torch sees no GPU; accepted here: auto, cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if there and config.device != "cpu" else torch.device("cpu")
+
+
+def _max_model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    wanted = config.model.max_model_len
+    if limit is None and wanted is None:
+        raise ConfigError("the model's config.json states no max_position_embeddings; give --max-model-len")
+    if limit is not None and wanted is not None and wanted > limit:
+        raise ConfigError(f"--max-model-len is {wanted}; the model's positions end at {limit}")
+    return wanted or int(limit)

@@ -1,0 +1,72 @@
+"""How much memory there is, and how much of it becomes KV cache."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from requant.engine.config import CacheConfig
+from requant.errors import ConfigError
+
+# A CPU shares its memory with everything else on the machine: a default that is generous for trying recipes.
+CPU_KV_CACHE_BYTES = 4 << 30
+
+
+def available_bytes(device: torch.device, utilization: float) -> int:
+    """Bytes that weights and KV cache may take together, before anything is loaded.
+
+    A GPU: ``utilization`` of its memory, less what others hold. A CPU: the memory that the system (and the
+    control group, where one sets a limit) would give without swapping.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, int(total * utilization))
+    return min(_system_available(), _cgroup_available())
+
+
+def _system_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: what sysconf knows must do
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_available() -> int:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(int(limit) - used, 0)
+
+
+def kv_blocks(
+    config: CacheConfig, device: torch.device, left: int, block_bytes: int, max_model_len: int, max_seqs: int
+) -> int:
+    """Number of KV cache pages: what was asked for, else what is ``left`` after weights and activations.
+
+    Never more than ``max_seqs`` sequences of full length could use.
+
+    Raises:
+        ConfigError: Not even one sequence of ``max_model_len`` tokens fits.
+    """
+    one = -(-max_model_len // config.block_size)
+    default = left if device.type == "cuda" else min(left, CPU_KV_CACHE_BYTES)
+    nbytes = config.kv_cache_memory_bytes or max(default, 0)
+    if config.kv_cache_memory_bytes and nbytes > left:
+        raise ConfigError(
+            f"not enough memory: the KV cache of {nbytes / 1e9:.2f} GB that was asked for does not fit in the "
+            f"{max(left, 0) / 1e9:.2f} GB left beside the weights"
+        )
+    blocks = min(nbytes // block_bytes, one * max_seqs)
+    if blocks < one:
+        fits = blocks * config.block_size
+        raise ConfigError(
+            f"not enough memory: the KV cache of one sequence of {max_model_len} tokens takes "
+            f"{one * block_bytes / 1e9:.2f} GB and {nbytes / 1e9:.2f} GB are there; lower --max-model-len"
+            + (f" to {fits} or less" if fits >= 2 else " or the model's size")
+        )
+    return blocks

@@ -1,0 +1,105 @@
+"""Runs the model on a step's sequences: inputs, forward (eager or as a CUDA graph), logits, sampling."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from requant.engine.batch import ModelInput, dummy_input, make_input
+from requant.engine.graphs import DecodeGraphs, graph_sizes
+from requant.engine.runner_protocol import RunnerOutput, ScheduledSequence
+from requant.engine.messages import TokenLogprobs
+from requant.engine.sampler import Sampler, prompt_token_logprobs
+from requant.models.base import CausalLM
+
+
+class ModelRunner:
+    """Owns the KV cache and everything that touches the device after loading.
+
+    Args:
+        model: A finished model (:mod:`requant.models`): its weights are final.
+        device: Where the model lives.
+        dtype: Of the KV cache.
+        block_size: Tokens in a page of the KV cache.
+        seed: For requests without a seed of their own.
+    """
+
+    def __init__(
+        self, model: CausalLM, device: torch.device, dtype: torch.dtype, block_size: int, seed: int = 0
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.dtype = dtype
+        self.block_size = block_size
+        self.vocab_size = int(model.config.vocab_size)
+        self.num_blocks = 0
+        self._graphs: DecodeGraphs | None = None
+        self._sampler = Sampler(device, seed)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        per_token = sum(a.kv_cache_bytes_per_token(self.dtype) for a in self.model.attention_layers())
+        return per_token * self.block_size
+
+    def allocate(self, num_blocks: int) -> None:
+        """Give every attention layer its KV cache of ``num_blocks`` pages."""
+        self.num_blocks = num_blocks
+        for attention in self.model.attention_layers():
+            shape = attention.kv_cache_shape(num_blocks, self.block_size)
+            attention.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def activation_bytes(self, max_tokens: int, max_seqs: int) -> int:
+        """Peak device memory of the largest step beyond weights, measured by running it. GPU only."""
+        self.allocate(1)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        step = dummy_input(1, max_tokens, self.device)
+        hidden = self._forward(step)
+        rows = torch.zeros(min(max_seqs, max_tokens), dtype=torch.int64, device=self.device)
+        logits = self.model.compute_logits(hidden[rows])
+        logits.softmax(-1)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        del step, hidden, logits
+        torch.cuda.empty_cache()
+        return peak - before
+
+    @torch.inference_mode()
+    def capture(self, max_seqs: int, max_context: int) -> None:
+        """Capture the decode step as CUDA graphs. GPU only."""
+        self._graphs = DecodeGraphs(self.model, graph_sizes(max_seqs), max_context, self.block_size, self.device)
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequence[ScheduledSequence]) -> list[RunnerOutput]:
+        """One step; see :class:`requant.engine.runner_protocol.Runner`."""
+        step = make_input(sequences, self.block_size, self.device)
+        hidden = self._forward(step)
+        prompt = [self._prompt_logprobs(s, hidden, int(end)) for s, end in zip(sequences, step.last, strict=True)]
+        sampling = [i for i, s in enumerate(sequences) if s.samples]
+        outputs = [RunnerOutput(prompt_logprobs=p) for p in prompt]
+        if sampling:
+            rows = torch.from_numpy(step.last[sampling]).to(self.device, non_blocking=True)
+            logits = self.model.compute_logits(hidden[rows])
+            sampled = self._sampler.sample(logits, [sequences[i].request for i in sampling])
+            for i, (token, logprobs) in zip(sampling, sampled, strict=True):
+                outputs[i] = RunnerOutput((token,), (logprobs,) if logprobs else (), prompt[i])
+        return outputs
+
+    def _forward(self, step: ModelInput) -> Tensor:
+        if self._graphs is not None and self._graphs.takes(step.attention):
+            return self._graphs.replay(step.input_ids, step.positions, step.attention)
+        return self.model(step.input_ids, step.positions, step.attention)
+
+    def _prompt_logprobs(self, sequence: ScheduledSequence, hidden: Tensor, last: int) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the prompt tokens that this chunk's hidden states predict."""
+        positions = sequence.prompt_positions
+        wanted = sequence.request.params.prompt_logprobs
+        if wanted is None or not positions:
+            return ()
+        first = last + 1 - sequence.stop  # index in T of the sequence's position 0
+        states = hidden[first + positions.start : first + positions.stop]
+        following = sequence.request.prompt[positions.start + 1 : positions.stop + 1]
+        return tuple(prompt_token_logprobs(states, following, wanted, self.model.compute_logits))
