@@ -2,9 +2,9 @@
 
 A layer asks once, when it is built, and never looks at a format's name. Ops and their signatures:
 
-``quantize(weight: Tensor, data: Tensor, scale: Tensor) -> None``
-    Quantize ``weight`` [N, K] (bf16, fp16 or fp32, contiguous) into the preallocated ``data`` and ``scale``
-    (contiguous views of the final parameter, shapes as the format says). Bit for bit the reference.
+``quantize(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None``
+    Quantize ``weight`` [N, K] (bf16, fp16 or fp32, contiguous, finite values) into the preallocated ``data`` and
+    ``scale`` (contiguous views of the final parameter, shapes as the format says). Bit for bit the reference.
 
 ``linear(weight: QuantizedTensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]``
     Called once after loading: does the layout that its GEMM needs and returns the forward
