@@ -38,9 +38,12 @@ class Matrices(nn.Module):
         self.names = LayerNames(name, tuple(parts), protected=name if name == "lm_head" else None)
         self.tied = tied_to is not None
         self.rows, self.k, self.bias_wanted = tuple(parts.values()), k, bias
-        offsets = [sum(self.rows[:i]) for i in range(len(self.rows))]
-        placements = [Placement(f"{p}.weight", (n, k), "weight", o) for (p, n), o in zip(parts.items(), offsets)]
-        placements += [Placement(f"{p}.bias", (n,), "bias", o) for (p, n), o in zip(parts.items(), offsets) if bias]
+        placements, offset = [], 0
+        for part, n in parts.items():
+            placements.append(Placement(f"{part}.weight", (n, k), "weight", offset))
+            if bias:
+                placements.append(Placement(f"{part}.bias", (n,), "bias", offset))
+            offset += n
         self.placements = tied_to.placements if tied_to else tuple(placements)
         self.finished = False
 
@@ -82,7 +85,9 @@ class TinyModel(nn.Module):
             own = f"{name}.self_attn.o_proj"
             layer.self_attn.o_proj = Matrices(own, {own: HIDDEN}, 200)
             self.model.layers.append(layer)
-        self.lm_head = Matrices("lm_head", {"lm_head": VOCAB}, HIDDEN, tied_to=self.model.embed_tokens if tied else None)
+        self.lm_head = Matrices(
+            "lm_head", {"lm_head": VOCAB}, HIDDEN, tied_to=self.model.embed_tokens if tied else None
+        )
 
 
 class Tiny:

@@ -62,7 +62,7 @@ def test_one_tensor_in_two_files(tmp_path):
 
 
 def test_no_weights(tmp_path):
-    with pytest.raises(CheckpointError, match="no weights in .*neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"no weights in .*neither model\.safetensors nor"):
         read_headers(tmp_path)
 
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -69,8 +70,11 @@ class HostLane:
 
     def peak_memory(self) -> int:
         """The largest resident set of the process so far, all that it holds included."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        if sys.platform == "linux":
+            # Not from getrusage, which on Linux starts from what the parent process had in use.
+            status = Path("/proc/self/status").read_text()
+            return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class CudaLane:

@@ -38,11 +38,9 @@ def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool) -> list[
         else:
             unknown.append(name)
     if unknown:
-        raise CheckpointError(
-            f"{_count(unknown)} of {checkpoint.folder} fill no parameter of the model: {_first(unknown)}"
-        )
+        raise CheckpointError(f"the model takes no such tensor as {_first(unknown)} of {checkpoint.folder}")
     if beyond:
-        return [f"{_count(beyond)} belong to layers behind the model's last one and are not loaded: {_first(beyond)}"]
+        return [f"passed over, being of layers behind the model's last one: {_first(beyond)}"]
     return []
 
 
@@ -53,10 +51,6 @@ def _depth(used: Iterable[str]) -> dict[str, int]:
         if layer := _LAYER.match(name):
             depth[layer[1]] = max(depth.get(layer[1], 0), int(layer[2]) + 1)
     return depth
-
-
-def _count(names: list[str]) -> str:
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
 
 
 def _first(names: list[str]) -> str:

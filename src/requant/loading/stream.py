@@ -179,7 +179,8 @@ def _finish(plan: Plan, model: nn.Module) -> float:
             module.finish()
             if module.names.module in quantized:
                 seconds += time.perf_counter() - start
-    start = time.perf_counter()
     if plan.device.type == "cuda":
+        start = time.perf_counter()
         torch.cuda.synchronize(plan.device)
-    return seconds + time.perf_counter() - start
+        seconds += time.perf_counter() - start
+    return seconds

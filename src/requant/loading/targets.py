@@ -76,10 +76,11 @@ class Targets:
             return
         target, count = bad[0]
         info = target.step.tensor
-        dtype = info.dtype if target.step.format else str(target.parameter.dtype).removeprefix("torch.")
+        dtype = SOURCE_DTYPES[info.dtype] if target.step.format else target.parameter.dtype
+        shown = str(dtype).removeprefix("torch.")
         more = f"; so are values of {len(bad) - 1} more tensors" if len(bad) > 1 else ""
         raise CheckpointError(
-            f"tensor {info.name} of {info.file}: {count} of {info.numel} values are NaN or Inf (as {dtype}){more}"
+            f"tensor {info.name} of {info.file}: {count} of {info.numel} values are NaN or Inf (as {shown}){more}"
         )
 
     def _count(self, index: int, values: Tensor) -> None:
