@@ -29,6 +29,12 @@ class Watch:
     def __init__(self, error=None):
         self.nbytes, self.error = 0, error
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.left = True
+
     def advance(self, nbytes, name):
         self.nbytes += nbytes
         if self.error:

@@ -5,6 +5,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from requant.errors import ConfigError
@@ -14,14 +15,21 @@ from requant.loading.stream import LoadResult
 logger = logging.getLogger(__name__)
 
 
-def report_directory(directory: str | None) -> Path:
-    """Where the report goes: ``directory``, else ``$ATOM_TORCH_PROFILER_DIR``, else the working directory.
+def prepare_report(plan: Plan, directory: str | None = None) -> Callable[[LoadResult], str | None]:
+    """Make sure, before loading, that its report can be written; the result then writes it.
 
-    Made if it does not exist. To be asked before loading, so that a load is not lost to its report.
+    It goes to ``directory``, else ``$ATOM_TORCH_PROFILER_DIR``, else the working directory; a folder that does not
+    exist is made. There is a report only if there is a recipe.
+
+    Returns:
+        A function that takes what the load cost, writes ``online_quant_info_<YYYYmmdd_HHMMSS>_<ns>.json`` as a whole
+        or not at all, logs two lines about it, and returns the file's path; None if there is no recipe.
 
     Raises:
         ConfigError: Nothing can be written there.
     """
+    if not plan.recipe:
+        return lambda result: None
     path = Path(directory or os.environ.get("ATOM_TORCH_PROFILER_DIR") or ".")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -32,27 +40,17 @@ def report_directory(directory: str | None) -> Path:
             f"cannot write the report to {path}: {error.strerror or error}; "
             "--online-quant-info-dir takes a writable folder"
         ) from error
-    return path
+    return lambda result: _write(plan, result, path)
 
 
-def write_report(plan: Plan, result: LoadResult, directory: Path) -> Path:
-    """Write ``online_quant_info_<YYYYmmdd_HHMMSS>_<ns>.json`` as a whole or not at all, and log both lines about it.
-
-    Args:
-        plan: What was planned, and done.
-        result: What it cost.
-        directory: From :func:`report_directory`.
-
-    Raises:
-        ConfigError: It cannot be written after all.
-    """
+def _write(plan: Plan, result: LoadResult, directory: Path) -> str:
     planned = plan.to_report()
+    head = {key: planned.pop(key) for key in ("model", "online_quant_config")}
     measured = {
         "elapsed_seconds": result.elapsed_seconds,
         "load_seconds": result.load_seconds,
         "peak_device_memory_gb": result.peak_device_memory / 1e9,
     }
-    head = {key: planned.pop(key) for key in ("model", "online_quant_config")}
     now = time.time_ns()
     stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now // 10**9))
     path = directory / f"online_quant_info_{stamp}_{now}.json"
@@ -69,4 +67,4 @@ def write_report(plan: Plan, result: LoadResult, directory: Path) -> Path:
         len(plan.quantized),
     )
     logger.info("Online quantization info saved to %s", path)
-    return path
+    return str(path)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,7 @@ def load(
     Args:
         plan: From :func:`~requant.loading.planner.make_plan` for this very model.
         model: The model; its modules own no parameter yet.
-        progress: Told of every chunk that was placed.
+        progress: Entered, and told of every chunk that is in place.
         staging: Default: :meth:`Staging.of` the plan's device.
 
     Raises:
@@ -104,7 +105,8 @@ def load(
         largest = max((chunk.extent.nbytes for chunk in chunks), default=0)
         pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
         lane = make_lane(plan.device, pool.release)
-        with Reader([chunk.extent for chunk in chunks], pool, staging.threads) as reader:
+        reader = Reader([chunk.extent for chunk in chunks], pool, staging.threads)
+        with reader, progress or nullcontext():
             _fill(plan, chunks, reader, lane, targets, progress)
         elapsed = lane.finish()
         targets.check_finite()
