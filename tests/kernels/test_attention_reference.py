@@ -49,9 +49,10 @@ def naive(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, sc
         ([3, 7], [11, 20]),
         ([1, 6, 1, 2], [13, 6, 4, 9]),
         ([1, 0, 2], [3, 8, 2]),
+        ([1, 0, 1], [3, 8, 2]),
         ([1], [17]),
     ],
-    ids=["decode", "prefill", "chunks", "mixed", "idle", "one"],
+    ids=["decode", "prefill", "chunks", "mixed", "idle", "idle-decode", "one"],
 )
 def test_equals_plain_softmax(queries, lens, heads, kv_heads, window):
     generator = torch.Generator().manual_seed(0)
@@ -72,3 +73,10 @@ def test_scale_is_the_callers():
     mean = v_cache[pages].flatten(0, 1)[:6].mean(0)
     torch.testing.assert_close(attend(q, k_cache, v_cache, batch, 0.0, None)[0], mean)
     assert not torch.allclose(attend(q, k_cache, v_cache, batch, 1.0, None)[0], mean)
+
+
+def test_padding_of_a_decode_batch_gives_zeros():
+    q, (k_cache, v_cache) = torch.randn(2, 1, DIM), torch.randn(2, PAGES, BLOCK, 1, DIM)
+    out = lookup("attention", "*", "cpu")(q, k_cache, v_cache, batch_of([1, 1], [6, 0]), 1.0, None)
+    assert out[0].all()
+    torch.testing.assert_close(out[1], torch.zeros(1, DIM), rtol=0, atol=0)

@@ -1,5 +1,6 @@
 """What an attention layer writes into its cache, and where."""
 
+import pytest
 import torch
 
 from requant.layers.attention import Attention
@@ -50,3 +51,39 @@ def test_a_token_sees_itself():
     batch = AttentionBatch(start, one, torch.ones(1, 1, dtype=torch.int32), torch.tensor([4]), 1, 1)
     want = v.repeat_interleave(2, dim=1).flatten(1)
     torch.testing.assert_close(layer(q, k, v, batch), want, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_with_other_slots_and_padding():
+    cuda = torch.device("cuda")
+    layer = Attention(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
+    layer.kv_cache = torch.zeros(layer.kv_cache_shape(4, 16), dtype=torch.bfloat16, device=cuda)
+    q, k, v = (torch.randn(2, heads, 64, device=cuda).bfloat16() for heads in (4, 2, 2))
+    batch = AttentionBatch(
+        query_start=torch.arange(3, dtype=torch.int32, device=cuda),
+        context_lens=torch.ones(2, dtype=torch.int32, device=cuda),
+        block_tables=torch.tensor([[0], [1]], dtype=torch.int32, device=cuda),
+        slots=torch.tensor([0, 16], device=cuda),
+        max_query=1,
+        max_context=1,
+    )
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer(q, k, v, batch)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(q, k, v, batch)
+    layer.kv_cache.zero_()
+    batch.slots.copy_(torch.tensor([32, -1]))
+    batch.block_tables.copy_(torch.tensor([[2], [0]]))
+    batch.context_lens.copy_(torch.tensor([1, 0]))
+    k.normal_()
+    v.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    keys, values = (cache.flatten(0, 1)[:64] for cache in layer.kv_cache)
+    assert keys.any(-1).any(-1).nonzero().flatten().tolist() == [32]
+    torch.testing.assert_close((keys[32], values[32]), (k[0], v[0]), rtol=0, atol=0)
+    torch.testing.assert_close(out[0], v[0].repeat_interleave(2, dim=0).flatten(), rtol=0, atol=0)

@@ -28,6 +28,7 @@ _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
     ("attention", "*", "*"): "requant.kernels.attention_reference:attention",
+    ("attention", "*", "cuda"): "requant.kernels.triton.attention:attention",
     ("quantize", "ptpc_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_ptpc",
     ("quantize", "per_block_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_per_block",
     ("quantize", "mxfp4", "cuda"): "requant.kernels.triton.quantize_mxfp4:quantize_mxfp4",
