@@ -140,3 +140,8 @@ def make_tiny(tmp_path: Path):
 @pytest.fixture
 def tiny(make_tiny) -> Tiny:
     return make_tiny()
+
+
+@pytest.fixture
+def matrices() -> type[Matrices]:
+    return Matrices

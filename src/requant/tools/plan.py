@@ -3,12 +3,16 @@
 import re
 from collections import defaultdict
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from requant.loading.plan import LayerPlan, Plan
 from requant.loading.units import show_bytes
+
+WIDE = 160
+"""Columns that hold a layer, its target, pattern, activation and sizes in one line: for output to a file or a pipe."""
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -18,16 +22,16 @@ def render(plan: Plan, console: Console) -> None:
 
     Args:
         plan: The plan.
-        console: Where to. Names fold rather than being cut off where it is narrow.
+        console: Where to. Names fold where it is narrow; :data:`WIDE` columns are wide enough for most.
     """
     if plan.quantized:
         console.print(_quantized_table(plan))
     if plan.kept:
         console.print(_kept_table(plan))
     for warning in plan.warnings:
-        console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
+        console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in _totals(plan):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _quantized_table(plan: Plan) -> Table:
@@ -54,7 +58,7 @@ def _kept_table(plan: Plan) -> Table:
 
 def _table(title: str, *columns: str) -> Table:
     """A table; a column whose header ends in ``>`` holds numbers."""
-    table = Table(title=title, title_justify="left", highlight=False)
+    table = Table(title=title, title_justify="left", highlight=False, box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         if column.endswith(" >"):
             table.add_column(column.removesuffix(" >"), justify="right", no_wrap=True)
