@@ -74,4 +74,4 @@ def test_totals_warnings_and_memory(plan):
 def test_nothing_is_cut_off(plan, width):
     text = printed(plan, width)
     assert "…" not in text
-    assert len(re.findall(r" 4 MB +2 MB", text)) == 3
+    assert len(re.findall(r" 4 MB +2 MB", text)) == 4

@@ -159,6 +159,7 @@ def _fill(
             step, info = plan.steps[chunk.step], chunk.extent.tensor
             with lane.chunk(slab, chunk.extent.nbytes, timed=step.format is not None) as source:
                 targets.fill(chunk.step, chunk.start, chunk.stop, source)
+            del source  # its memory on the device takes the next chunk
             if progress:
                 progress.advance(chunk.extent.nbytes, info.name)
     except RequantError:

@@ -55,7 +55,7 @@ class Targets:
             )
             written = rows.view(-1)[start:stop]
             written.copy_(values)
-            self._count(index, written.view(1, -1))
+            self._count(index, written)
             return
         weight = values.view(stop - start, step.placement.shape[1])
         self._count(index, weight)
@@ -86,7 +86,7 @@ class Targets:
     def _count(self, index: int, values: Tensor) -> None:
         if values.device.type == "cpu" and torch.stack(values.aminmax()).isfinite().all():
             return  # minimum and maximum tell it in one pass, twenty times faster than asking each value
-        self._nonfinite[index] += count_nonfinite(values)
+        self._nonfinite[index] += count_nonfinite(values.view(1, -1))
 
 
 def _target(step: Step, module: nn.Module) -> _Target:
