@@ -59,9 +59,7 @@ class EngineCore:
             request = self._requests.pop(request_id, None)
             if request is not None:
                 self._scheduler.finish(request)
-                self._aborted.append(
-                    CoreOutput(request_id, finish_reason="abort", cached_tokens=request.cached_tokens or 0)
-                )
+                self._aborted.append(CoreOutput(request_id, finish_reason="abort"))
 
     def step(self) -> StepResult:
         """Run one step of the model for whatever is scheduled, and say what came of it."""

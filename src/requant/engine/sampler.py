@@ -3,6 +3,7 @@
 Whatever no row of a step asks for costs nothing: parameters become tensors only for the rows that need them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -154,7 +155,9 @@ class Sampler:
         ]
         if banned:
             at, tokens = zip(*banned, strict=True)
-            logits[self._tensor(at), self._tensor(tokens)] = -torch.inf
+            # The value as a tensor on the device: assigning a Python number waits for the device.
+            never = self._tensor([-math.inf] * len(banned), torch.float32)
+            logits.index_put_((self._tensor(at), self._tensor(tokens)), never)
         return logits
 
     def _penalized(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -133,12 +133,14 @@ class Scheduler:
 
         Holding the blocks of the whole prompt from its first chunk on means that no prompt is thrown out half-way.
         """
+        if len(self._running) >= self.config.max_num_seqs:
+            return False
         request = next(iter(self._waiting.values()))
         found = self._find_prefix(request)
         new = self._blocks_for(len(request.tokens)) - len(found)
         # Every running sequence needs another block soon; without one each, the newcomer would be thrown out again.
         # For the same reason a sequence that was preempted in this step is not admitted in it.
-        if len(self._running) >= self.config.max_num_seqs or not self.pool.can_serve(found, new, len(self._running)):
+        if not self.pool.can_serve(found, new, len(self._running)):
             return False
         self.pool.hold(found)
         request.blocks = found + self.pool.allocate(new)

@@ -164,8 +164,7 @@ def matmul(x_MK: Tensor, w: Tensor, scale: Tensor, n: int, tile: Tile | None = N
 def matmul_by_rows(x_MK: Tensor, w: Tensor, scale: Tensor, n: int) -> Tensor:
     """The same product for many tokens: some rows of the weight are dequantized into scratch, then multiplied.
 
-    The library's product is far faster than one that dequantizes anew for every tile of tokens, and pays for
-    the round trip through scratch that fits the L2 cache.
+    Every value is dequantized once, not once for every tile of tokens, and the scratch fits the L2 cache.
     """
     m, k = x_MK.shape
     dtype = torch.bfloat16 if x_MK.dtype == torch.bfloat16 else torch.float32
