@@ -73,4 +73,3 @@ def test_peak_is_the_finished_weights_and_a_few_chunks(tmp_path, matrices):
     peak = result.peak_device_memory - begin
     assert result.staged_bytes <= 512 * MIB
     assert plan.weight_bytes <= peak <= plan.weight_bytes + 256 * MIB < plan.bytes_to_read
-    print(f"{plan.bytes_to_read / result.load_seconds / 1e9:.2f} GB/s, {result}, {plan.weight_bytes=}, {peak=}")
