@@ -1,1 +1,34 @@
+"""From a checkpoint to a model that is ready to run.
 
+:func:`inspect` (or :func:`locate` and :func:`read_headers`) finds the tensors, :func:`make_plan` decides what becomes
+of each, :func:`check_memory` tells whether it fits, :func:`load` does it, and what :func:`prepare_report` returns
+writes it down.
+"""
+
+from requant.loading.checkpoint import inspect, locate, read_config
+from requant.loading.headers import Checkpoint, TensorInfo, read_headers
+from requant.loading.plan import LayerPlan, Plan, Step, check_memory
+from requant.loading.planner import make_plan
+from requant.loading.progress import Progress, make_progress
+from requant.loading.report import prepare_report
+from requant.loading.stream import LoadResult, Staging, load
+
+__all__ = [
+    "Checkpoint",
+    "LayerPlan",
+    "LoadResult",
+    "Plan",
+    "Progress",
+    "Staging",
+    "Step",
+    "TensorInfo",
+    "check_memory",
+    "inspect",
+    "load",
+    "locate",
+    "make_plan",
+    "make_progress",
+    "prepare_report",
+    "read_config",
+    "read_headers",
+]

@@ -1,1 +1,1 @@
-
+"""Command-line tools over plans, models and checkpoints."""

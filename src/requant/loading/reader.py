@@ -1,0 +1,184 @@
+"""Files → slabs: threads that read extents of checkpoint files into a bounded pool of host memory."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from requant.errors import CheckpointError
+from requant.loading.headers import TensorInfo
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Some consecutive bytes of one tensor.
+
+    Attributes:
+        tensor: The tensor.
+        begin: Offset of the first byte within the tensor.
+        nbytes: How many.
+    """
+
+    tensor: TensorInfo
+    begin: int
+    nbytes: int
+
+
+class SlabPool:
+    """At most ``count`` pieces of host memory of ``slab_bytes`` each, allocated when first needed.
+
+    Attributes:
+        high_water: Most bytes that were ever in use at once, for tests of the memory bound.
+    """
+
+    def __init__(self, count: int, slab_bytes: int, pinned: bool) -> None:
+        self.slab_bytes = slab_bytes
+        self.high_water = 0
+        self._pinned = pinned
+        self._count = count
+        self._in_use = 0
+        self._free: list[Tensor] = []
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def acquire(self) -> Tensor | None:
+        """A slab (uint8 [slab_bytes]), waiting for one if all are in use; None once the pool is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._in_use < self._count)
+            if self._closed:
+                return None
+            self._in_use += 1
+            self.high_water = max(self.high_water, self._in_use * self.slab_bytes)
+            if self._free:
+                return self._free.pop()
+        return torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def release(self, slab: Tensor) -> None:
+        """Give a slab back."""
+        with self._changed:
+            self._free.append(slab)
+            self._in_use -= 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Wake whoever waits for a slab: there will be none."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Reader:
+    """Reads extents in their order, with several threads; used as a context manager.
+
+    Leaving the context stops and joins every thread and closes every file, however it is left.
+
+    Args:
+        extents: What to read; none larger than a slab.
+        pool: Where to. Whoever takes a slab from :meth:`poll` or :meth:`wait` gives it back to the pool.
+        threads: How many threads.
+    """
+
+    def __init__(self, extents: Sequence[Extent], pool: SlabPool, threads: int) -> None:
+        self._extents = extents
+        self._pool = pool
+        self._threads = [
+            threading.Thread(target=self._work, name=f"requant-reader-{i}", daemon=True)
+            for i in range(min(threads, len(extents)))
+        ]
+        self._cursor = 0
+        self._files: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._done: deque[tuple[int, Tensor] | Exception] = deque()
+        self._arrived = threading.Condition()
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pool.close()
+        for thread in self._threads:
+            thread.join()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def poll(self) -> tuple[int, Tensor] | None:
+        """An extent that has been read, as (its index, the slab); None if there is none right now.
+
+        Raises:
+            CheckpointError: A file could not be read; the message names file and tensor.
+        """
+        with self._arrived:
+            arrived = self._done.popleft() if self._done else None
+        if isinstance(arrived, Exception):
+            raise arrived
+        return arrived
+
+    def wait(self) -> tuple[int, Tensor]:
+        """The next extent that has been read; one must still be outstanding, and a slab free to read it into.
+
+        Raises:
+            CheckpointError: See :meth:`poll`.
+        """
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._done)
+        arrived = self.poll()
+        assert arrived is not None, "there is one consumer"
+        return arrived
+
+    def _work(self) -> None:
+        while (index := self._take()) is not None:
+            try:
+                slab = self._pool.acquire()
+                if slab is None:
+                    return
+                self._read(self._extents[index], slab)
+            except Exception as error:  # handed to the consumer, which raises it
+                self._put(error)
+                return
+            self._put((index, slab))
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._cursor == len(self._extents):
+                return None
+            self._cursor += 1
+            return self._cursor - 1
+
+    def _put(self, item: tuple[int, Tensor] | Exception) -> None:
+        with self._arrived:
+            self._done.append(item)
+            self._arrived.notify()
+
+    def _read(self, extent: Extent, slab: Tensor) -> None:
+        info = extent.tensor
+        target = slab.numpy().data[: extent.nbytes]
+        position = info.start + extent.begin
+        try:
+            descriptor = self._open(info.file)
+            while target:
+                count = os.preadv(descriptor, [target], position)
+                if count == 0:
+                    raise CheckpointError(f"{info.file} is truncated: it ends within tensor {info.name}")
+                target, position = target[count:], position + count
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read tensor {info.name} of {info.file}: {error.strerror or error}"
+            ) from error
+
+    def _open(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = os.open(file, os.O_RDONLY)
+            return self._files[file]

@@ -1,0 +1,189 @@
+"""Executing a plan: bytes stream from the files through a few slabs into the model's final parameters."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from requant.errors import ConfigError, RequantError
+from requant.loading.headers import TensorInfo
+from requant.loading.lanes import Lane, make_lane
+from requant.loading.plan import Plan, Step
+from requant.loading.progress import Progress
+from requant.loading.protocols import PlainModule, QuantizableModule
+from requant.loading.reader import Extent, Reader, SlabPool
+from requant.loading.targets import Targets
+from requant.parallel.placement import row_chunks
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How much host memory the stream reads into.
+
+    Attributes:
+        slab_bytes: Size of one slab; larger only where a row or a block of a format, which is never cut, is.
+        slabs: Most slabs at a time.
+        threads: Reader threads.
+    """
+
+    slab_bytes: int
+    slabs: int
+    threads: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Staging":
+        """The default: two slabs a thread, 512 MiB in all for a GPU and 16 MiB for the CPU.
+
+        The CPU reads from the page cache and quantizes on the same cores, so more would only miss its own caches.
+        """
+        return cls(32 * _MIB, 16, 8) if device.type == "cuda" else cls(4 * _MIB, 4, 2)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What loading cost.
+
+    Attributes:
+        elapsed_seconds: Time spent quantizing, the layout step of quantized layers included.
+        load_seconds: Time of everything, from building the parameters to the last layout step.
+        peak_device_memory: Most bytes in use on the device; on the CPU the process's largest resident set.
+        bytes_read: Bytes read from the checkpoint.
+        staged_bytes: Most bytes of host memory that were staged at once.
+    """
+
+    elapsed_seconds: float
+    load_seconds: float
+    peak_device_memory: int
+    bytes_read: int
+    staged_bytes: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows (of a matrix that is quantized) or elements (of any other tensor) of one step."""
+
+    step: int
+    start: int
+    stop: int
+    extent: Extent
+
+
+def load(
+    plan: Plan, model: nn.Module, *, progress: Progress | None = None, staging: Staging | None = None
+) -> LoadResult:
+    """Build the model's parameters, fill them as the plan says and lay them out; the model is then ready to run.
+
+    Beside the finished weights, no more is ever held than the slabs and, on the device, one chunk with the
+    temporaries of quantizing it.
+
+    Args:
+        plan: From :func:`~requant.loading.planner.make_plan` for this very model.
+        model: The model; its modules own no parameter yet.
+        progress: Entered, and told of every chunk that is in place.
+        staging: Default: :meth:`Staging.of` the plan's device.
+
+    Raises:
+        CheckpointError: A file cannot be read or is truncated, or a tensor holds a NaN or an Inf.
+        ConfigError: Memory ran out.
+    """
+    begin = time.perf_counter()
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    staging = staging or Staging.of(plan.device)
+    with torch.no_grad():
+        _build(plan, model)
+        targets = Targets(plan, model)
+        chunks = [chunk for index, step in enumerate(plan.steps) for chunk in _cut(index, step, staging.slab_bytes)]
+        largest = max((chunk.extent.nbytes for chunk in chunks), default=0)
+        pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
+        lane = make_lane(plan.device, pool.release)
+        reader = Reader([chunk.extent for chunk in chunks], pool, staging.threads)
+        with reader, progress or nullcontext():
+            _fill(plan, chunks, reader, lane, targets, progress)
+        elapsed = lane.finish()
+        targets.check_finite()
+        elapsed += _finish(plan, model)
+    return LoadResult(
+        elapsed_seconds=elapsed,
+        load_seconds=time.perf_counter() - begin,
+        peak_device_memory=lane.peak_memory(),
+        bytes_read=plan.bytes_to_read,
+        staged_bytes=pool.high_water,
+    )
+
+
+def _build(plan: Plan, model: nn.Module) -> None:
+    formats = {layer.name: layer.format for layer in plan.layers}
+    try:
+        for module in model.modules():
+            if isinstance(module, QuantizableModule):
+                module.build(formats[module.names.module], plan.dtype, plan.device)
+            elif isinstance(module, PlainModule):
+                module.build(plan.dtype, plan.device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the memory of {plan.device} ran out while the model's parameters were made") from error
+
+
+def _cut(index: int, step: Step, limit: int) -> Iterator[_Chunk]:
+    """Cut one tensor into chunks that can be placed by themselves."""
+    info = step.tensor
+    if step.format:
+        rows, align = info.shape[0], step.format.group[0] or info.shape[0]
+    else:
+        rows, align = info.numel, 1
+    row_bytes = info.nbytes // max(rows, 1)
+    for start, stop in row_chunks(rows, row_bytes, limit, align):
+        yield _Chunk(index, start, stop, Extent(info, start * row_bytes, (stop - start) * row_bytes))
+
+
+def _fill(
+    plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, targets: Targets, progress: Progress | None
+) -> None:
+    """Place every chunk as it arrives, in whatever order."""
+    info: TensorInfo | None = None
+    try:
+        for _ in chunks:
+            arrived = reader.poll()
+            while arrived is None and lane.reclaim():
+                arrived = reader.poll()
+            index, slab = arrived or reader.wait()
+            chunk = chunks[index]
+            step, info = plan.steps[chunk.step], chunk.extent.tensor
+            with lane.chunk(slab, chunk.extent.nbytes, timed=step.format is not None) as source:
+                targets.fill(chunk.step, chunk.start, chunk.stop, source)
+            del source  # its memory on the device takes the next chunk
+            if progress:
+                progress.advance(chunk.extent.nbytes, info.name)
+    except RequantError:
+        raise
+    except BaseException as error:
+        where = f"at tensor {info.name} of {info.file}" if info else "before the first tensor"
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(f"the memory of {plan.device} ran out while loading, {where}") from error
+        error.add_note(f"loading stopped {where}")
+        raise
+
+
+def _finish(plan: Plan, model: nn.Module) -> float:
+    """The layout step of every layer; the seconds that the quantized ones took."""
+    quantized = {layer.name for layer in plan.quantized}
+    seconds = 0.0
+    for module in model.modules():
+        if isinstance(module, QuantizableModule):
+            start = time.perf_counter()
+            module.finish()
+            if module.names.module in quantized:
+                seconds += time.perf_counter() - start
+    if plan.device.type == "cuda":
+        start = time.perf_counter()
+        torch.cuda.synchronize(plan.device)
+        seconds += time.perf_counter() - start
+    return seconds

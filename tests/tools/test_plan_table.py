@@ -1,0 +1,77 @@
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+from requant.formats import FORMATS
+from requant.loading import LayerPlan, Plan
+from requant.recipe import Decision
+from requant.tools.plan import WIDE, render
+
+
+def row(name: str, format: str | None, pattern: str, reason: str = "") -> LayerPlan:
+    return LayerPlan(
+        Decision(name, format, pattern, reason),
+        format and FORMATS[format],
+        (name,),
+        "BF16",
+        "bfloat16",
+        4_000_000,
+        2_000_000,
+        8_000_000 if format else 0,
+    )
+
+
+@pytest.fixture
+def plan() -> Plan:
+    quantized = [row(f"model.layers.{i}.mlp.down_proj", "mxfp4", "*[a-z].down_proj") for i in range(3)]
+    kept = [row(f"model.layers.{i}.mlp.gate", None, "", "protected: MoE router") for i in range(400)]
+    kept.append(row("lm_head", None, "lm_head", "excluded by 'lm_head'"))
+    return Plan(
+        model="some/model",
+        recipe={},
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        layers=(*quantized, *kept),
+        steps=(),
+        plain_bytes=5_000_000,
+        warnings=("exclude_layer '[x]' matches nothing",),
+    )
+
+
+def printed(plan: Plan, width: int = WIDE) -> str:
+    output = io.StringIO()
+    render(plan, Console(file=output, width=width))
+    return output.getvalue()
+
+
+def test_every_quantized_layer_has_its_row(plan):
+    lines = printed(plan).splitlines()
+    for i in range(3):
+        (line,) = [line for line in lines if f"model.layers.{i}.mlp.down_proj" in line]
+        cells = re.split(r"\s{2,}", line.strip())
+        assert cells == [f"model.layers.{i}.mlp.down_proj", "mxfp4", "*[a-z].down_proj", "bfloat16", "4 MB", "2 MB"]
+
+
+def test_kept_layers_are_grouped_by_reason(plan):
+    lines = printed(plan).splitlines()
+    (line,) = [line for line in lines if "MoE router" in line]
+    cells = re.split(r"\s{2,}", line.strip())
+    assert cells == ["model.layers.*.mlp.gate", "400", "BF16", "protected: MoE router", "1.60 GB", "800 MB"]
+    assert any("lm_head" in line and "excluded by 'lm_head'" in line for line in lines)
+
+
+def test_totals_warnings_and_memory(plan):
+    text = printed(plan)
+    assert "Warning: exclude_layer '[x]' matches nothing" in text
+    assert "3 layers quantized: 12 MB → 6 MB; 401 layers kept: 802 MB; everything else: 5 MB" in text
+    assert "Estimated device memory: 813 MB weights + 24 MB layout" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_nothing_is_cut_off(plan, width):
+    text = printed(plan, width)
+    assert "…" not in text
+    assert len(re.findall(r" 4 MB +2 MB", text)) == 4
