@@ -58,7 +58,7 @@ class CoreOutput:
         logprobs: One for each of ``tokens`` if they were asked for, else ``()``.
         prompt_logprobs: Once, with the first output, if asked for: one for each prompt token, the first None.
         finish_reason: Set on the last output of the request. The end-of-sequence or stop token that ended it
-            is the last of ``tokens``.
+            is the last of ``tokens``. An aborted request's last output has no tokens.
         stop_token: The token of ``params.stop_token_ids`` that ended it, else None.
         cached_tokens: Prompt tokens served from the prefix cache, known with the first output.
     """
@@ -74,7 +74,18 @@ class CoreOutput:
 
 @dataclass(frozen=True)
 class CoreStats:
-    """Gauges and counters of the engine core, sent along with outputs, for /metrics and the log."""
+    """Gauges and counters of the engine core, sent along with outputs, for /metrics and the log.
+
+    Attributes:
+        running: Sequences being computed after this step.
+        waiting: Sequences that hold no blocks: not started, or preempted.
+        kv_usage: Share of the KV blocks that unfinished sequences hold, 0 to 1.
+        prompt_tokens: Total prompt tokens of the sequences that have reached their first new token.
+        generation_tokens: Total new tokens.
+        prefix_queries: Total prompt tokens looked up in the prefix cache.
+        prefix_hits: Total prompt tokens found there.
+        preemptions: Total times a running sequence lost its blocks to an older one.
+    """
 
     running: int = 0
     waiting: int = 0

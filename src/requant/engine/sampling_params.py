@@ -1,9 +1,14 @@
 """How to generate: vLLM's names, meanings and defaults, validated when constructed."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from requant.errors import RequestError
+
+MAX_LOGPROBS = 20
+"""Most top log-probabilities a position can be asked for."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
 
     Raises:
-        RequestError: A value is outside what is accepted; the message names the parameter.
+        RequestError: A value is of the wrong type or outside what is accepted; the message names the parameter.
     """
 
     n: int = 1
@@ -56,34 +61,99 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        """Normalize ``stop`` given as one string or a list, and check every range."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name, value, accepted, ok in self._ranges():
-            if not ok:
+        """Normalize the collections (one string, a list, None, …) to plain data, and check every parameter."""
+        for name, normalize in _COLLECTIONS.items():
+            object.__setattr__(self, name, normalize(getattr(self, name)))
+        for name, (accepted, holds) in _CHECKS.items():
+            value = getattr(self, name)
+            if not holds(value):
                 raise RequestError(f"{name} is {value!r}; accepted: {accepted}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}; accepted: at most max_tokens, {self.max_tokens}")
 
-    def _ranges(self) -> list[tuple[str, object, str, bool]]:
-        limit = self.max_tokens
-        return [
-            ("n", self.n, "1 or more", self.n >= 1),
-            ("max_tokens", limit, "1 or more", limit is None or limit >= 1),
-            ("min_tokens", self.min_tokens, "0 to max_tokens", 0 <= self.min_tokens <= (limit or self.min_tokens)),
-            ("temperature", self.temperature, "0 or more", 0.0 <= self.temperature < float("inf")),
-            ("top_p", self.top_p, "above 0, at most 1", 0.0 < self.top_p <= 1.0),
-            ("top_k", self.top_k, "-1, 0 (both: all) or more", self.top_k >= -1),
-            ("min_p", self.min_p, "0 to 1", 0.0 <= self.min_p <= 1.0),
-            ("presence_penalty", self.presence_penalty, "-2 to 2", -2.0 <= self.presence_penalty <= 2.0),
-            ("frequency_penalty", self.frequency_penalty, "-2 to 2", -2.0 <= self.frequency_penalty <= 2.0),
-            ("repetition_penalty", self.repetition_penalty, "above 0", 0.0 < self.repetition_penalty < float("inf")),
-            ("seed", self.seed, "a whole number within 64 bits", self.seed is None or -(2**63) <= self.seed < 2**63),
-            ("stop", self.stop, "non-empty strings", all(isinstance(s, str) and s for s in self.stop)),
-            ("logprobs", self.logprobs, "0 to 20", self.logprobs is None or 0 <= self.logprobs <= 20),
-            ("prompt_logprobs", self.prompt_logprobs, "0 to 20", self._in_20(self.prompt_logprobs)),
-            ("logit_bias", dict(self.logit_bias), "-100 to 100", all(abs(b) <= 100 for b in self.logit_bias.values())),
-        ]
 
-    @staticmethod
-    def _in_20(value: int | None) -> bool:
-        return value is None or 0 <= value <= 20
+def _int_within(low: float, high: float = math.inf) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def _number(holds: Callable[[float], bool]) -> Callable[[object], bool]:
+    def check(value: object) -> bool:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            return False
+        try:
+            number = float(value)
+        except OverflowError:  # an int beyond the floats
+            return False
+        return math.isfinite(number) and holds(number)
+
+    return check
+
+
+def _or_none(holds: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or holds(value)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _sequence(value: object) -> object:
+    """A list, tuple or set as a tuple, nothing as ``()``; anything else stays, for the check to refuse."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else value
+
+
+def _strings(value: object) -> object:
+    return (value,) if isinstance(value, str) else _sequence(value)
+
+
+def _mapping(value: object) -> object:
+    if value is None:
+        return {}
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _is_bias(value: object) -> bool:
+    within = _number(lambda bias: abs(bias) <= 100)
+    return isinstance(value, dict) and all(_token(token) and within(bias) for token, bias in value.items())
+
+
+_token = _int_within(0)
+_flag = ("true or false", _is_bool)
+_penalty = ("a number from -2 to 2", _number(lambda x: abs(x) <= 2))
+_top = (f"a whole number from 0 to {MAX_LOGPROBS}, or none", _or_none(_int_within(0, MAX_LOGPROBS)))
+
+_COLLECTIONS: dict[str, Callable[[object], object]] = {
+    "stop": _strings,
+    "stop_token_ids": _sequence,
+    "logit_bias": _mapping,
+}
+
+_CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "n": ("a whole number, 1 or more", _int_within(1)),
+    "max_tokens": ("a whole number, 1 or more, or none", _or_none(_int_within(1))),
+    "min_tokens": ("a whole number from 0 to max_tokens", _int_within(0)),
+    "temperature": ("a number, 0 or more", _number(lambda x: x >= 0)),
+    "top_p": ("a number above 0, at most 1", _number(lambda x: 0 < x <= 1)),
+    "top_k": ("a whole number: -1 or 0 (all), or more", _int_within(-1)),
+    "min_p": ("a number from 0 to 1", _number(lambda x: 0 <= x <= 1)),
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "repetition_penalty": ("a number above 0", _number(lambda x: x > 0)),
+    "seed": ("a whole number within 64 bits, or none", _or_none(_int_within(-(2**63), 2**63 - 1))),
+    "stop": (
+        "a non-empty string or a list of them",
+        lambda value: isinstance(value, tuple) and all(isinstance(s, str) and s for s in value),
+    ),
+    "stop_token_ids": (
+        "a list of token ids",
+        lambda value: isinstance(value, tuple) and all(map(_token, value)),
+    ),
+    "include_stop_str_in_output": _flag,
+    "ignore_eos": _flag,
+    "logprobs": _top,
+    "prompt_logprobs": _top,
+    "logit_bias": ("token ids with a bias from -100 to 100 each", _is_bias),
+    "skip_special_tokens": _flag,
+}

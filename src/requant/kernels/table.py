@@ -2,14 +2,18 @@
 
 A layer asks once, when it is built, and never looks at a format's name. Ops and their signatures:
 
-``quantize(weight: Tensor, data: Tensor, scale: Tensor) -> None``
-    Quantize ``weight`` [N, K] (bf16, fp16 or fp32, contiguous) into the preallocated ``data`` and ``scale``
-    (contiguous views of the final parameter, shapes as the format says). Bit for bit the reference.
+``quantize(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None``
+    Quantize ``weight`` [N, K] (bf16, fp16 or fp32, contiguous, finite values) into the preallocated ``data`` and
+    ``scale`` (contiguous views of the final parameter, shapes as the format says). Bit for bit the reference.
 
 ``linear(weight: QuantizedTensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]``
     Called once after loading: does the layout that its GEMM needs and returns the forward
     x [M, K] (``dtype``) → y [M, N] (``dtype``), activations quantized as ``format.activation`` says. The
     forward must be safe to capture in a CUDA graph.
+
+``attention(q, k_cache, v_cache, batch: AttentionBatch, scale: float, sliding_window: int | None) -> Tensor``
+    Causal attention of q [T, Hq, D] over the paged caches [pages, block_size, Hk, D], which already hold this
+    step's keys and values → [T, Hq, D]. No format: looked up as ``"*"``.
 """
 
 from collections.abc import Callable
@@ -23,6 +27,8 @@ import torch
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
+    ("attention", "*", "*"): "requant.kernels.attention_reference:attention",
+    ("attention", "*", "cuda"): "requant.kernels.triton.attention:attention",
     ("quantize", "ptpc_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_ptpc",
     ("quantize", "per_block_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_per_block",
     ("quantize", "mxfp4", "cuda"): "requant.kernels.triton.quantize_mxfp4:quantize_mxfp4",

@@ -11,9 +11,16 @@ from requant.recipe.layer import LayerNames
 
 @runtime_checkable
 class PlainModule(Protocol):
-    """A module whose parameters are filled as the checkpoint has them (norms, embeddings)."""
+    """A module whose parameters are filled as the checkpoint has them (norms, embeddings).
+
+    Structurally a quantizable module looks like one too: tell them apart by ``names``, or take the model's own
+    ``quantizable()`` and ``plain()``. A module may have no placements and still want :meth:`build` (rotary tables).
+    """
 
     placements: tuple[Placement, ...]
+
+    def build(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Create the parameters in ``dtype``."""
 
 
 @runtime_checkable
@@ -22,10 +29,15 @@ class QuantizableModule(Protocol):
 
     ``placements`` with ``parameter == "weight"`` are the parts; each is a matrix [n, K] of the checkpoint, and
     they stack along N in the order of ``names.parts``. Others (``bias``) are filled as they are.
+
+    ``tied``: kept unquantized, the module shares a plain module's parameter (``lm_head`` of a model with tied
+    embeddings): it owns no parameter, takes no bytes, and its placements are not read. Quantized, it is a copy of
+    its own, and its placements (which name the embedding's tensor) are read like any other's.
     """
 
     names: LayerNames
     placements: tuple[Placement, ...]
+    tied: bool
 
     def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:
         """Create the parameters: ``weight`` and ``weight_scale`` in ``format``, or ``weight`` in ``dtype``."""

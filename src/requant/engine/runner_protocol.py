@@ -1,0 +1,89 @@
+"""What the engine core asks of whatever computes the model: one call a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from requant.engine.messages import TokenLogprobs
+from requant.engine.request import Request
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """The tokens of one request that a step computes: ``request.tokens[start:stop]``.
+
+    ``request.blocks`` already covers them: the KV of position p goes to slot ``p % block_size`` of block
+    ``request.blocks[p // block_size]``, and that of every position before ``start`` is there or, for a prefix shared
+    with another sequence of the same step, is stored by this very step.
+
+    Attributes:
+        request: Whose tokens they are; the runner changes nothing in it.
+        start: Position of the first one.
+        count: How many, at least 1.
+        samples: Whether the next token is to be sampled from the logits of position ``stop - 1``, that is, whether
+            all known tokens are covered; otherwise more of the prompt follows in a later step.
+        prompt_positions: Positions within ``start:stop`` (maybe none) whose logits are wanted for the
+            log-probability of the token after them, ``request.prompt[p + 1]``, with
+            ``request.params.prompt_logprobs`` top entries.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool = True
+    prompt_positions: range = range(0)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token; also the length of the sequence this step attends to."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class RunnerOutput:
+    """What a step gave for one scheduled sequence.
+
+    Attributes:
+        tokens: Sampled tokens in order; none if the sequence doesn't sample in this step.
+        logprobs: One for each of ``tokens`` if ``request.params.logprobs`` is not None, else none.
+        prompt_logprobs: One for each of ``prompt_positions``, in order.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Runner(Protocol):
+    """Computes steps over a paged KV cache that it owns.
+
+    Sequences of one step may share leading blocks, and one may read what another writes in that same step: in each
+    layer, the keys and values of all the step's tokens are stored before any query attends.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the KV cache."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this; it is the width of the logits."""
+        ...
+
+    def run(self, sequences: Sequence[ScheduledSequence]) -> Sequence[RunnerOutput]:
+        """Compute one step.
+
+        Args:
+            sequences: At least one, no request twice; decodes (count 1) come before longer ones, though a long
+                prompt's last chunk may have count 1 too.
+
+        Returns:
+            One output for each of ``sequences``, in their order.
+        """
+        ...

@@ -1,0 +1,97 @@
+"""Paged attention in plain torch: the contract, and what runs on a CPU.
+
+Legend: T tokens, B sequences, Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, L cached tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from requant.kernels.attention_batch import AttentionBatch
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None
+) -> Tensor:
+    """Causal attention of this step's tokens over the cache, which already holds their keys and values.
+
+    Args:
+        q: [T, Hq, D].
+        k_cache: [pages, block_size, Hk, D].
+        v_cache: Likewise.
+        batch: The queries of a sequence are its last tokens.
+        scale: Factor on the scores.
+        sliding_window: A query sees this many tokens, itself included; None: all before it.
+
+    Returns:
+        [T, Hq, D] in q's dtype.
+    """
+    if batch.max_query == 1 and q.shape[0] == batch.context_lens.shape[0]:
+        return _decode(
+            q, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.max_context, scale, sliding_window
+        )
+    starts, lens = batch.query_start.tolist(), batch.context_lens.tolist()
+    single = [b for b in range(len(lens)) if starts[b + 1] - starts[b] == 1]
+    out = torch.empty_like(q)
+    if single:
+        rows, index = [starts[b] for b in single], torch.tensor(single, device=q.device)
+        tables, context = batch.block_tables[index], batch.context_lens[index]
+        longest = max(lens[b] for b in single)
+        out[rows] = _decode(q[rows], k_cache, v_cache, tables, context, longest, scale, sliding_window)
+    for b, length in enumerate(lens):
+        start, stop = starts[b], starts[b + 1]
+        if stop - start > 1:
+            table = batch.block_tables[b]
+            out[start:stop] = _prefill(q[start:stop], k_cache, v_cache, table, length, scale, sliding_window)
+    return out
+
+
+def _decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lens: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """One query a sequence: one gather and one call for all of them, padded to the longest."""
+    (batch, heads, dim), kv_heads = q.shape, k_cache.shape[2]
+    pages = tables[:, : -(-longest // k_cache.shape[1])].flatten()
+    k = _gather(k_cache, pages).unflatten(0, (batch, -1)).transpose(1, 2)  # [B, Hk, L, D]
+    v = _gather(v_cache, pages).unflatten(0, (batch, -1)).transpose(1, 2)
+    position = torch.arange(k.shape[2], device=q.device)
+    seen = position < lens[:, None]
+    if window is not None:
+        seen &= position >= lens[:, None] - window
+    # The G queries that share a key stand where other callers have tokens: nothing is repeated.
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
+    return out.reshape(batch, heads, dim)
+
+
+def _prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, length: int, scale: float, window: int | None
+) -> Tensor:
+    """The last n of one sequence's ``length`` tokens: q [n, Hq, D] → [n, Hq, D]."""
+    n, pages = q.shape[0], table[: -(-length // k_cache.shape[1])]
+    k = _gather(k_cache, pages)[:length].transpose(0, 1)[None]  # [1, Hk, L, D]
+    v = _gather(v_cache, pages)[:length].transpose(0, 1)[None]
+    mask = None
+    if n < length or window is not None:
+        key = torch.arange(length, device=q.device)
+        query = key[length - n :, None]
+        mask = key <= query
+        if window is not None:
+            mask &= key > query - window
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def _gather(cache: Tensor, pages: Tensor) -> Tensor:
+    """The slots of ``pages`` [P] behind each other: [P · block_size, Hk, D]."""
+    # index_select copies whole pages; indexing copies element by element, about 5 times slower on a CPU.
+    return cache.index_select(0, pages).flatten(0, 1)

@@ -1,0 +1,41 @@
+"""Every op of the kernel table in plain torch, for any format and device: the contract, and the CPU's path."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from requant.formats.base import Format, QuantizedTensor
+from requant.kernels.activation import dequantize_activation, quantize_activation
+
+
+def quantize(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None:
+    """Quantize ``weight`` [N, K] into ``data`` and ``scale`` with the format's reference."""
+    codes, scales = format.quantize(weight)
+    data.copy_(codes)
+    scale.copy_(scales)
+
+
+class ReferenceLinear:
+    """x [M, K] → y [M, N] with the numbers of the format, and a float32 matrix product.
+
+    Attributes:
+        weight: The layout: the dequantized weight, float32 [N, K].
+        nbytes: Its bytes, beside those of the quantized tensors.
+    """
+
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype):
+        self.weight = weight.dequantize()
+        self.nbytes = self.weight.nbytes
+        self._activation = weight.format.activation
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Quantize and dequantize the activations as the format says, multiply, round once to the dtype."""
+        if self._activation is not None:
+            x = dequantize_activation(*quantize_activation(x, self._activation), self._activation)
+        return F.linear(x.float(), self.weight).to(self._dtype)
+
+
+def linear(weight: QuantizedTensor, dtype: torch.dtype) -> ReferenceLinear:
+    """The forward of a linear layer whose weight is ``weight`` (its parts stacked), for inputs of ``dtype``."""
+    return ReferenceLinear(weight, dtype)

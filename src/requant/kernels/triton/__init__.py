@@ -1,0 +1,1 @@
+"""Triton kernels; each equals its torch reference, bit for bit where the contract is bitwise."""

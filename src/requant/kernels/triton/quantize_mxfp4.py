@@ -1,0 +1,102 @@
+"""``mxfp4`` weight quantization on a GPU, bit for bit the torch reference.
+
+A program takes GROUPS groups of 32 columns. Each group is held as 16 pairs (even column, odd column), the two
+codes of one stored byte, so that packing needs no exchange between lanes.
+
+Shape legend: N rows, K columns of the weight; P = 16 pairs of a group.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from requant.formats.base import Format
+from requant.kernels.triton.buffers import check_buffers
+
+PAIRS = tl.constexpr(16)
+# 2^22, the float32 whose last place is 0.5: the low bits of a sum with it count half steps.
+HALF_STEPS = tl.constexpr(float(2**22))
+
+
+@triton.jit
+def _code_bits(magnitude, reciprocal):
+    """Codes of float32 magnitudes, in the low 4 bits of an int32; ``reciprocal`` is 1 / 2^(e-127).
+
+    Over v = magnitude · reciprocal, the code of E2M1 grows by 1 every 0.5 up to 2, every 1 up to 4 and every 2 up
+    to 6: it is the minimum of 2v, v + 2 and v/2 + 4, rounded to nearest even. Each line is computed in half
+    steps on top of 2^22, where the addition does that rounding. Products with a power of two are exact, or so
+    small that the sum does not see them. The even rule keeps v below 7, so the code never exceeds 7.
+    """
+    upto_2 = tl.fma(magnitude, reciprocal, HALF_STEPS)
+    upto_4 = tl.fma(magnitude, reciprocal * 0.5, HALF_STEPS + 1.0)
+    upto_6 = tl.fma(magnitude, reciprocal * 0.25, HALF_STEPS + 2.0)
+    return tl.minimum(tl.minimum(upto_2, upto_4), upto_6).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _store_groups(even, odd, group, in_range, data, scale):
+    """Quantize and store groups given as float32 bits (int32 [GROUPS, P]) of their even and odd columns."""
+    even_magnitude = even & 0x7FFFFFFF
+    odd_magnitude = odd & 0x7FFFFFFF
+    amax = tl.max(tl.maximum(even_magnitude, odd_magnitude), 1)
+    exponent = tl.maximum(((amax + 0x00200000) >> 23) - 2, 0)
+    reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    low = _code_bits(even_magnitude.to(tl.float32, bitcast=True), reciprocal)
+    high = _code_bits(odd_magnitude.to(tl.float32, bitcast=True), reciprocal)
+    # The bits of 2^22 end in zeros: the sum's low byte is the two codes.
+    byte = (low + (high << 4)) | ((even >> 28) & 0x08) | ((odd >> 24) & 0x80)
+    pair = tl.arange(0, PAIRS)
+    tl.store(data + group[:, None] * PAIRS + pair[None, :], byte.to(tl.uint8), mask=in_range[:, None])
+    tl.store(scale + group, exponent.to(tl.uint8), mask=in_range)
+
+
+@triton.jit
+def _words_kernel(words, data, scale, total, IS_BF16: tl.constexpr, GROUPS: tl.constexpr):
+    """Whole groups of 16-bit values, read as int32 words [total, P]: a word is one pair."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    pair = tl.arange(0, PAIRS)
+    in_range = group < total
+    word = tl.load(words + group[:, None] * PAIRS + pair[None, :], mask=in_range[:, None], other=0)
+    if IS_BF16:
+        even = word << 16
+        odd = word & -65536
+    else:
+        even = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+        odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    _store_groups(even, odd, group, in_range, data, scale)
+
+
+@triton.jit
+def _any_kernel(weight, data, scale, total, k, groups_k, GROUPS: tl.constexpr):
+    """Groups of any dtype, alignment and K; the last group of a row may be ragged."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    pair = tl.arange(0, PAIRS)
+    in_range = group < total
+    row = group // groups_k
+    col = ((group - row * groups_k) * (2 * PAIRS))[:, None] + 2 * pair[None, :]
+    source = weight + row[:, None] * k + col
+    even = tl.load(source, mask=in_range[:, None] & (col < k), other=0.0).to(tl.float32)
+    odd = tl.load(source + 1, mask=in_range[:, None] & (col + 1 < k), other=0.0).to(tl.float32)
+    _store_groups(even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True), group, in_range, data, scale)
+
+
+_GROUPS = 32
+
+
+def quantize_mxfp4(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None:
+    """Table row ``quantize`` of ``mxfp4``: weight [N, K] → data [N, 16·⌈K/32⌉], scale [N, ⌈K/32⌉]."""
+    check_buffers(format, weight, data, scale)
+    if weight.numel() == 0:
+        return
+    k = weight.shape[1]
+    groups_k, total = scale.shape[1], scale.numel()
+    grid = (triton.cdiv(total, _GROUPS),)
+    in_words = weight.element_size() == 2 and k % format.group[1] == 0 and weight.storage_offset() % 2 == 0
+    with torch.cuda.device_of(weight):
+        if in_words and weight.data_ptr() % 4 == 0:
+            words = weight.view(torch.int32)
+            is_bf16 = weight.dtype == torch.bfloat16
+            _words_kernel[grid](words, data, scale, total, IS_BF16=is_bf16, GROUPS=_GROUPS, num_warps=1)
+        else:
+            _any_kernel[grid](weight, data, scale, total, k, groups_k, GROUPS=_GROUPS, num_warps=1)

@@ -1,0 +1,79 @@
+"""Token embedding, and the output head that goes with it."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from requant.formats.base import Format
+from requant.layers.base import PlainLayer, empty_parameter
+from requant.layers.linear import Linear, Part
+from requant.parallel import Placement
+
+
+class Embedding(PlainLayer):
+    """One row of ``weight`` [V, H] a token.
+
+    Args:
+        name: The module's name, which is its checkpoint name as well.
+        rows: V, the size of the vocabulary.
+        size: H.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, name: str, rows: int, size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.rows = rows
+        self.size = size
+        self.placements = (Placement(f"{name}.weight", (rows, size)),)
+
+    def build(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Create ``weight`` [V, H]."""
+        self.weight = empty_parameter((self.rows, self.size), dtype, device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids [T] → rows [T, H]."""
+        return F.embedding(ids, self.weight)
+
+    def project(self, x: Tensor) -> Tensor:
+        """X [T, H] → x · weightᵀ [T, V]: the embedding as an output head."""
+        return F.linear(x, self.weight)
+
+
+class OutputHead(Linear):
+    """The projection onto the vocabulary: protected, and tied to the embedding in some models.
+
+    A tied head that is kept unquantized has no parameter: it projects with the embedding's, whichever of the two
+    is built first. A tied head that a recipe quantizes is a separate copy, read from the embedding's tensor.
+
+    Args:
+        name: The module's name (``lm_head``), which an override must spell to reach it.
+        rows: V.
+        in_features: H.
+        tied_to: The embedding whose checkpoint tensor the head shares, if it is tied.
+    """
+
+    def __init__(self, name: str, rows: int, in_features: int, tied_to: Embedding | None = None) -> None:
+        super().__init__(name, in_features, [Part(name, rows)], protected=name)
+        self.tied = tied_to is not None
+        # The method and not the module, which would appear a second time among the model's modules.
+        self._project: Callable[[Tensor], Tensor] | None = tied_to.project if tied_to else None
+        if tied_to is not None:
+            self.placements = tied_to.placements
+
+    def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:
+        """As :meth:`Linear.build`; nothing is created for a tied head that is kept unquantized."""
+        if not (self.tied and format is None):
+            super().build(format, dtype, device)
+            return
+        self._format, self.weight, self.weight_scale = None, None, None
+
+    def finish(self) -> None:
+        """As :meth:`Linear.finish`."""
+        if self._project is not None and self._format is None:
+            self._forward = self._project
+        else:
+            super().finish()

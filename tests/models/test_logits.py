@@ -1,0 +1,42 @@
+"""Logits equal transformers' on the same random weights, however the tokens are cut into steps."""
+
+import pytest
+import torch
+from torch import Tensor
+
+LENGTHS = (23, 9, 41)
+SEQUENCES = [torch.randint(0, 67, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+_DECODE = [{b: 1 for b in range(3) if i < LENGTHS[b] - (3, 1, 6)[b]} for i in range(35)]
+
+SCHEDULES: dict[str, list[dict[int, int]]] = {
+    "prefill": [{0: 23, 1: 9, 2: 41}],
+    "alone": [{1: 9}, {2: 41}, {0: 23}],
+    "chunked": [{0: 7}, {0: 9, 1: 5}, {2: 20, 0: 7, 1: 4}, {2: 21}],
+    "decode": [{0: 3, 1: 1, 2: 6}, *_DECODE],
+    "mixed": [{2: 17}, {2: 1, 0: 11}, {0: 1, 1: 4, 2: 1}, {1: 1, 2: 20, 0: 1}, {0: 10, 1: 1, 2: 2}, {1: 3}],
+}
+
+
+def expected(model: torch.nn.Module) -> list[Tensor]:
+    with torch.inference_mode():
+        return [model(tokens[None]).logits[0].float() for tokens in SEQUENCES]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_logits_equal_transformers(pair, tiny, schedule):
+    theirs, model = pair
+    for logits, want in zip(tiny.stepper(model, SEQUENCES).run(SCHEDULES[schedule]), expected(theirs), strict=True):
+        assert want.std() > 0.1
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "mixed"])
+@pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen2", "qwen3-tied"])
+def test_bfloat16_is_as_close_as_its_rounding(tiny, case, schedule):
+    theirs = tiny.reference(tiny.cases[case](), torch.bfloat16)
+    model = tiny.ours(theirs, torch.bfloat16)
+    got = torch.cat(tiny.stepper(model, SEQUENCES).run(SCHEDULES[schedule]))
+    rounded = torch.cat(expected(theirs))
+    exact = torch.cat(expected(theirs.float()))
+    noise = (rounded - exact).norm()
+    assert 0 < (got - exact).norm() < 1.5 * noise
