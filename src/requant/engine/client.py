@@ -88,7 +88,7 @@ class AsyncEngine:
         return self.facts
 
     def stop(self) -> None:
-        """End the core's process; open requests get an error."""
+        """End the core's process; open requests get an error. A second call does nothing."""
         self._fail(EngineDeadError("the engine was shut down"))
         self._process.stop()
         self._thread.shutdown(wait=False)

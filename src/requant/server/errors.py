@@ -39,7 +39,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
-        return ApiError(500, f"the engine failed: {error}", code="engine_dead")
+        return ApiError(500, f"no answer from the engine: {error}", code="engine_dead")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
 

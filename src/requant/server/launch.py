@@ -23,8 +23,8 @@ from requant.server.serving import Serving
 
 logger = logging.getLogger(__name__)
 
-# Seconds that open requests may take to end once the server is told to stop.
-_GRACE = 3
+# Seconds that open requests may take to end once the server is told to stop; then they are answered with an error.
+_GRACE = 2
 _KEEP_ALIVE = 60
 _BACKLOG = 2048
 
@@ -77,6 +77,7 @@ async def _serve(config: EngineConfig, server: ServerConfig, factory: CoreFactor
             loading.cancel()
         else:
             http.should_exit = True
+            asyncio.get_running_loop().call_later(_GRACE, engine.stop)
 
     def died(error: EngineDeadError) -> None:
         nonlocal failure
@@ -121,7 +122,7 @@ class _Http(uvicorn.Server):
                 lifespan="off",
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE,
-                timeout_graceful_shutdown=_GRACE,
+                timeout_graceful_shutdown=_GRACE + 2,
             )
         )
         self._server = server
