@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -97,3 +99,13 @@ def test_errors_of_the_plan(
     monkeypatch.setitem(sys.modules, "requant.engine.build", SimpleNamespace(plan_model=refuse))
     assert cli.main(["plan", "--model", "M"]) == 2
     assert capsys.readouterr().err == "requant: error: no config.json in M\n"
+
+
+def test_a_reader_that_goes_away() -> None:
+    """``requant … | head`` ends quietly."""
+    script = "import sys; from requant.entrypoints.console import run; sys.exit(run(lambda argv: print('x' * 10**6)))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")

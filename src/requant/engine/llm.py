@@ -1,5 +1,6 @@
 """``LLM``: the engine in this process, for scripts and notebooks."""
 
+import gc
 import itertools
 from collections.abc import Sequence
 from types import TracebackType
@@ -110,9 +111,15 @@ class LLM:
 
     def shutdown(self) -> None:
         """Let go of the model and its memory; the object is of no use afterwards."""
-        if self._open:
-            self._open = False
-            del self._core
+        if not self._open:
+            return
+        self._open = False
+        del self._core
+        gc.collect()  # Modules and graphs refer to each other.
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self

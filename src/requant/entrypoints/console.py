@@ -1,6 +1,7 @@
 """How every command line ends: 0, or one line on stderr and an exit code, without a traceback for the user's errors."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -8,6 +9,7 @@ from typing import NoReturn
 from requant.errors import ConfigError, RequantError
 
 _INTERRUPTED = 130
+_READER_GONE = 141
 
 
 class EngineFailed(Exception):
@@ -42,10 +44,16 @@ def run(command: Callable[[Sequence[str] | None], None], argv: Sequence[str] | N
         argv: The arguments.
 
     Returns:
-        The exit code: 2 for an error of the user's, 1 if the engine failed, 130 if interrupted.
+        The exit code: 2 for an error of the user's, 1 if the engine failed, 130 if interrupted,
+        141 if the reader of its output is gone.
     """
     try:
         command(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output wants no more of it; nor does the interpreter, which flushes stdout once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
     except RequantError as error:
         return _complain(str(error), 2)
     except EngineFailed as error:
