@@ -17,7 +17,17 @@ from requant.engine.messages import CoreOutput, CoreRequest, CoreStats, StepResu
 from requant.errors import RecipeError, RequestError
 
 EOS = "<|end|>"
-SPECIAL = [EOS, "<|user|>", "<|assistant|>", "<|system|>", "<|stall|>", "<|wait|>", "<|raise|>", "<|exit|>", "<|refuse|>"]
+SPECIAL = [
+    EOS,
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|stall|>",
+    "<|wait|>",
+    "<|raise|>",
+    "<|exit|>",
+    "<|refuse|>",
+]
 VOCAB_SIZE = 512
 CONTEXT = 256
 CHAT_TEMPLATE = (
