@@ -10,6 +10,7 @@ from typing import Any
 from requant.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cuda", "cpu")
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
@@ -86,7 +87,17 @@ class BatchConfig:
 class ParallelConfig:
     """The device that the engine runs on."""
 
-    device: str = option("auto", "where to run (auto: a GPU if there is one)", choices=("auto", "cuda", "cpu"))
+    device: str = option("auto", "where to run (auto: a GPU if there is one)", choices=DEVICES)
+    tensor_parallel_size: int = option(1, "devices that share each layer", short="tp")
+    enable_expert_parallel: bool = option(False, "whole experts on each device (one device has them all anyway)")
+    port: int | None = option(None, "rendezvous port of the tensor-parallel workers (default: a free one)")
+
+    def __post_init__(self) -> None:
+        """Refuse what one process on one device cannot do."""
+        _check(self.device in DEVICES, "device", self.device, ", ".join(DEVICES))
+        size = self.tensor_parallel_size
+        _check(size == 1, "tensor_parallel_size", size, "1 (this version runs on one device)")
+        _check(self.port is None or 1 <= self.port <= 65535, "port", self.port, "1 to 65535")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,147 @@
+"""The tokenizer as the front end uses it: encode, decode, render a chat, and know what ends a sequence."""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from requant.engine.config import ModelConfig
+from requant.errors import CheckpointError, ConfigError, RequestError
+
+Message = dict[str, Any]
+
+
+class Tokenizer:
+    """A thin cover over a ``transformers`` tokenizer.
+
+    Args:
+        backend: The ``transformers`` tokenizer.
+        chat_template: Jinja template to use instead of the tokenizer's.
+
+    Attributes:
+        eos_token_ids: The tokenizer's own end-of-sequence token, if it has one; a model may name others.
+
+    Raises:
+        ConfigError: ``chat_template`` is not Jinja.
+    """
+
+    def __init__(self, backend: Any, chat_template: str | None = None) -> None:
+        self._backend = backend
+        eos = backend.eos_token_id
+        self.eos_token_ids = frozenset() if eos is None else frozenset({eos})
+        self._template = chat_template
+        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+        if chat_template is not None:
+            self._check_template()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with what the model puts around one (BOS) unless told otherwise."""
+        return self._backend(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids; bytes that are not (yet) UTF-8 come out as U+FFFD."""
+        return self._backend.decode(
+            list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def _token_text(self, token: int) -> str:
+        """Text of one token by itself, special tokens included."""
+        return self.decode([token])
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt that the chat template makes of ``messages``, special tokens written out.
+
+        Args:
+            messages: ``{"role": …, "content": text}``, oldest first.
+            add_generation_prompt: End with the beginning of the assistant's answer.
+            variables: Further variables of the template (``enable_thinking``), and
+                ``continue_final_message``.
+
+        Raises:
+            RequestError: There is no template, or it refuses these messages.
+        """
+        try:
+            return self._render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            if self._template is None and not self._backend.chat_template:
+                message = "this model has no chat template; use completions, or give the server a --chat-template"
+                raise RequestError(message) from error
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+
+    def _render(self, messages: Sequence[Message], **variables: Any) -> str:
+        return self._backend.apply_chat_template(
+            list(messages), chat_template=self._template, tokenize=False, **variables
+        )
+
+    def _check_template(self) -> None:
+        try:
+            self._render([{"role": "user", "content": ""}])
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"--chat-template is not a Jinja template: line {error.lineno}: {error.message}"
+            ) from error
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return  # It is a template; what it wants of messages, a request will see.
+
+
+def load_tokenizer(config: ModelConfig, chat_template: str | None = None) -> Tokenizer:
+    """Load the tokenizer of a model.
+
+    Args:
+        config: ``tokenizer`` or else ``model`` says where it is: a folder, or a Hugging Face id at ``revision``.
+        chat_template: A Jinja template or the path of a file with one; None: the tokenizer's own.
+
+    Raises:
+        CheckpointError: There is no tokenizer there that can be loaded.
+        ConfigError: ``chat_template`` is neither a file nor a template.
+    """
+    from transformers import AutoTokenizer
+
+    template = _read_template(chat_template)
+    source = config.tokenizer or config.model
+    try:
+        backend = AutoTokenizer.from_pretrained(
+            source, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"no tokenizer can be loaded from {source}: {reason[0]}") from error
+    return Tokenizer(backend, template)
+
+
+def _read_template(given: str | None) -> str | None:
+    if given is None:
+        return None
+    if "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"--chat-template is {given!r}: {reason}; accepted: a file, or a Jinja template itself"
+        ) from error
+
+
+def eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    """The tokens that end a sequence, as the model's files have them: each a number, a list, or absent.
+
+    Args:
+        folder: The checkpoint; ``generation_config.json`` in it counts, if there is one.
+        config: Its configuration, with or without ``eos_token_id``.
+
+    Raises:
+        CheckpointError: ``generation_config.json`` is not a JSON object.
+    """
+    named = [getattr(config, "eos_token_id", None)]
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            named.append(json.loads(file.read_bytes()).get("eos_token_id"))
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{file} is not a JSON object") from error
+    lists = [value if isinstance(value, list) else [value] for value in named]
+    return frozenset(token for tokens in lists for token in tokens if token is not None)

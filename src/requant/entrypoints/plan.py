@@ -1,0 +1,38 @@
+"""``requant plan``: what a recipe will do to a model; no weight is read."""
+
+import argparse
+import json
+import sys
+
+from requant.engine.logs import configure_logging
+from requant.entrypoints.arguments import add_engine_flags, engine_config
+
+DESCRIPTION = "Show what a recipe will do to a model, and what that will take. No weight is read."
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The engine's flags, and the plan's own."""
+    add_engine_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the report's JSON object instead of tables")
+
+
+def plan(parsed: argparse.Namespace) -> None:
+    """Print the plan to stdout.
+
+    Raises:
+        RequantError: Recipe, checkpoint or configuration are not acceptable.
+    """
+    config = engine_config(parsed)
+    configure_logging("warning")
+    # Imported now, so that help and a wrong flag are answered at once.
+    from rich.console import Console
+
+    from requant.engine.build import plan_model
+    from requant.tools.plan import render
+
+    made = plan_model(config, headers_only=True).plan
+    if parsed.json:
+        json.dump(made.to_report(), sys.stdout, indent=2)
+        print()
+    else:
+        render(made, Console())
