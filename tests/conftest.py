@@ -1,5 +1,7 @@
 """What a machine lacks is skipped, and the summary says why."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,14 @@ def models_dir(pytestconfig: pytest.Config) -> Path:
     path = pytestconfig.getoption("--models-dir")
     assert path.is_dir(), f"--models-dir {path} is not a folder"
     return path
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A test that runs a program in this process leaves the program's logging configuration behind."""
+    loggers = (logging.getLogger(), logging.getLogger("requant"))
+    before = [(log.level, log.handlers[:]) for log in loggers]
+    yield
+    for log, (level, handlers) in zip(loggers, before, strict=True):
+        log.setLevel(level)
+        log.handlers[:] = handlers

@@ -151,26 +151,26 @@ def _hf_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
-    dtype = getattr(config, "dtype", None)
-    return (
-        dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2 else torch.bfloat16
-    )
+    stated = getattr(config, "dtype", None)
+    return stated if stated in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
 
 
 def _device(config: ParallelConfig) -> torch.device:
     there = torch.cuda.is_available()
     if config.device == "cuda" and not there:
         raise ConfigError("--device is 'cuda', and torch sees no GPU; accepted here: auto, cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if there and config.device != "cpu" else torch.device("cpu")
-    )
+    use_gpu = there and config.device != "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
 
 
 def _max_model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
-    limit = getattr(hf_config, "max_position_embeddings", None)
+    limit: int | None = getattr(hf_config, "max_position_embeddings", None)
     wanted = config.model.max_model_len
-    if limit is None and wanted is None:
-        raise ConfigError("the model's config.json states no max_position_embeddings; give --max-model-len")
-    if limit is not None and wanted is not None and wanted > limit:
+    if limit is None or wanted is None:
+        length = limit or wanted
+        if length is None:
+            raise ConfigError("the model's config.json states no max_position_embeddings; give --max-model-len")
+        return length
+    if wanted > limit:
         raise ConfigError(f"--max-model-len is {wanted}; the model's positions end at {limit}")
-    return wanted or int(limit)
+    return wanted

@@ -1,7 +1,9 @@
 """Runs the model on a step's sequences: inputs, forward (eager or as a CUDA graph), logits, sampling."""
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Bytes of one page over all layers; the cache has one page more than is used, for what is written nowhere."""
         per_token = sum(a.kv_cache_bytes_per_token(self.dtype) for a in self.model.attention_layers())
         return per_token * self.block_size
 
@@ -49,7 +51,7 @@ class ModelRunner:
         self.num_blocks = num_blocks
         for attention in self.model.attention_layers():
             shape = attention.kv_cache_shape(num_blocks, self.block_size)
-            attention.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            attention.kv_cache = _zeros(shape, self.dtype, self.device)
 
     @torch.inference_mode()
     def activation_bytes(self, max_tokens: int, max_seqs: int) -> int:
@@ -109,3 +111,10 @@ class ModelRunner:
         states = hidden[first + positions.start : first + positions.stop]
         following = sequence.request.prompt[positions.start + 1 : positions.stop + 1]
         return tuple(sliced_logprobs(lambda a, b: self.model.compute_logits(states[a:b]), following, wanted))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take memory on a CPU only where they are written: numpy's come as untouched pages of the system."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
