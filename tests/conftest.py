@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Tiny matrices gain nothing from a second thread, and lose much where the cores are shared.
+torch.set_num_threads(1)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -80,9 +80,9 @@ def _decode(
     if window is not None:
         seen &= position >= lens[:, None] - window
     # The G queries that share a key stand where other callers have tokens: nothing is repeated.
-    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+    grouped = _exact(q).reshape(batch, kv_heads, heads // kv_heads, dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
-    return out.reshape(batch, heads, dim)
+    return out.reshape(batch, heads, dim).to(q.dtype)
 
 
 def _prefill(
@@ -100,12 +100,17 @@ def _prefill(
         if window is not None:
             mask &= key > query - window
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        _exact(q).transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).to(q.dtype)
 
 
 def _gather(cache: Tensor, pages: Tensor) -> Tensor:
     """The slots of ``pages`` [P] behind each other: [P · block_size, Hk, D]."""
     # index_select copies whole pages; indexing copies element by element, about 5 times slower on a CPU.
-    return cache.index_select(0, pages).flatten(0, 1)
+    return _exact(cache.index_select(0, pages).flatten(0, 1))
+
+
+def _exact(x: Tensor) -> Tensor:
+    """float32 as float64: how the library cuts the work depends on the batch, and must not show in the result."""
+    return x.double() if x.dtype == torch.float32 else x

@@ -1,11 +1,11 @@
 """Every op of the kernel table in plain torch, for any format and device: the contract, and the CPU's path."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from requant.formats.base import Format, QuantizedTensor
 from requant.kernels.activation import dequantize_activation, quantize_activation
+from requant.kernels.table import lookup
 
 
 def quantize(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None:
@@ -28,12 +28,13 @@ class ReferenceLinear:
         self.nbytes = self.weight.nbytes
         self._activation = weight.format.activation
         self._dtype = dtype
+        self._dense = lookup("dense", "*", self.weight.device.type)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize the activations as the format says, multiply, round once to the dtype."""
         if self._activation is not None:
             x = dequantize_activation(*quantize_activation(x, self._activation), self._activation)
-        return F.linear(x.float(), self.weight).to(self._dtype)
+        return self._dense(x.float(), self.weight).to(self._dtype)
 
 
 def linear(weight: QuantizedTensor, dtype: torch.dtype) -> ReferenceLinear:

@@ -11,6 +11,9 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     x [M, K] (``dtype``) → y [M, N] (``dtype``), activations quantized as ``format.activation`` says. The
     forward must be safe to capture in a CUDA graph.
 
+``dense(x: Tensor, weight: Tensor) -> Tensor``
+    x [M, K] · ``weight`` [N, K] transposed → [M, N], floating point, unquantized. Looked up as ``"*"``.
+
 ``attention(q, k_cache, v_cache, batch: AttentionBatch, scale: float, sliding_window: int | None) -> Tensor``
     Causal attention of q [T, Hq, D] over the paged caches [pages, block_size, Hk, D], which already hold this
     step's keys and values → [T, Hq, D]. No format: looked up as ``"*"``.
@@ -30,6 +33,8 @@ import torch
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
+    ("dense", "*", "*"): "torch.nn.functional:linear",
+    ("dense", "*", "cpu"): "requant.kernels.dense:dense",
     ("kv_write", "*", "*"): "requant.kernels.attention_reference:kv_write",
     ("kv_write", "*", "cuda"): "requant.kernels.triton.kv_write:kv_write",
     ("attention", "*", "*"): "requant.kernels.attention_reference:attention",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from requant.formats.base import Format
+from requant.kernels.table import lookup
 from requant.layers.base import PlainLayer, empty_parameter
 from requant.layers.linear import Linear, Part
 from requant.parallel import Placement
@@ -40,7 +41,7 @@ class Embedding(PlainLayer):
 
     def project(self, x: Tensor) -> Tensor:
         """X [T, H] → x · weightᵀ [T, V]: the embedding as an output head."""
-        return F.linear(x, self.weight)
+        return lookup("dense", "*", x.device.type)(x, self.weight)
 
 
 class OutputHead(Linear):

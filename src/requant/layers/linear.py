@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from requant.formats.base import Format, QuantizedTensor
@@ -91,7 +90,8 @@ class Linear(QuantizableLayer):
         assert self.weight is not None, "build() comes first"
         weight = self.weight.data
         if self._format is None:
-            self._forward = lambda x: F.linear(x, weight)
+            dense = lookup("dense", "*", weight.device.type)
+            self._forward = lambda x: dense(x, weight)
             return
         assert self.weight_scale is not None
         rows = tuple(part.rows for part in self.parts)

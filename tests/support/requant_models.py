@@ -1,0 +1,52 @@
+"""Tiny random checkpoints as transformers writes them, and what "the same tokens" means."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import requant_fakes
+import torch
+import transformers
+
+from requant.engine.request_output import CompletionOutput
+
+KINDS: dict[str, type[transformers.PreTrainedConfig]] = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+SIZE = {
+    "vocab_size": requant_fakes.VOCAB_SIZE,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,  # far from ties: random logits of the usual size are nearly equal
+}
+LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+
+def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> Path:
+    """A random model of ``kind`` with a tokenizer and a chat template in ``folder``."""
+    requant_fakes.make_tokenizer(folder)
+    config = KINDS[kind](**{**SIZE, "eos_token_id": 0, "bos_token_id": None, **changes})
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def check_same_tokens(one: Sequence[CompletionOutput], other: Sequence[CompletionOutput], tie: float = 1e-3) -> None:
+    """Greedy outputs are equal, or part where the two best logits of ``one`` are closer than ``tie``.
+
+    ``one`` was generated with ``logprobs=2``: a difference of log-probabilities is one of logits.
+    """
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        if a.token_ids == b.token_ids:
+            continue
+        first = next(i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y)
+        assert a.logprobs is not None
+        best, second = a.logprobs[first].top[:2]
+        assert best.logprob - second.logprob < tie, f"token {first}: {a.token_ids} against {b.token_ids}"
