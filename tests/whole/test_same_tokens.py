@@ -14,6 +14,7 @@ from requant import LLM, SamplingParams
 from requant.engine.build import plan_model
 from requant.engine.config import EngineConfig
 from requant.engine.request_output import CompletionOutput
+from requant.formats import FORMATS as FORMAT_TABLE
 from requant.loading import load
 from requant.recipe import FORMATS
 
@@ -65,11 +66,14 @@ def test_a_batch_changes_nothing(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_gives_the_cpus_tokens(checkpoints: dict[str, Path], kind: str, fmt: str | None, tmp_path: Path) -> None:
     tokens = prompts()
+    # Two devices add in different orders. Where activations are quantized, a last-bit difference can move one of them
+    # to the next FP8 code, a sixteenth away, and these random weights pass that on undamped.
+    tie = 0.1 if fmt is not None and FORMAT_TABLE[fmt].activation else 1e-3
     with engine(checkpoints[kind], fmt, tmp_path, device="cpu") as llm:
         expected = greedy(llm, tokens)
     for eager in (True, False):
         with engine(checkpoints[kind], fmt, tmp_path, device="cuda", enforce_eager=eager) as llm:
-            check_same_tokens(expected, greedy(llm, tokens))
+            check_same_tokens(expected, greedy(llm, tokens), tie=tie)
 
 
 def test_the_reference_is_transformers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
