@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import transformers
-from perplexity import device_name, parse_recipe
 from rich.console import Console
 from rich.table import Table
 
 import requant
+from perplexity import device_name, parse_recipe
 from requant.engine.build import build_core
 from requant.engine.config import EngineConfig
 from requant.engine.core import EngineCore
