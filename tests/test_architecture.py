@@ -20,8 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"models", "loading"},
     "server": {"engine"},
     "tools": {"engine", "loading"},
-    "benchmarks": {"engine"},
-    "entrypoints": {"engine", "server", "tools", "benchmarks"},
+    "entrypoints": {"engine", "server", "tools"},
     "integrations": {"recipe", "formats", "kernels"},
 }
 
