@@ -1,5 +1,6 @@
 import io
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,26 +42,41 @@ def plan() -> Plan:
     )
 
 
-def printed(plan: Plan, width: int = WIDE) -> str:
+def printed(plan: Plan, width: int = WIDE, every_layer: bool = False) -> str:
     output = io.StringIO()
-    render(plan, Console(file=output, width=width))
+    render(plan, Console(file=output, width=width), every_layer)
     return output.getvalue()
 
 
-def test_every_quantized_layer_has_its_row(plan):
-    lines = printed(plan).splitlines()
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_every_layer_has_its_row_where_that_is_asked_for(plan):
+    lines = printed(plan, every_layer=True).splitlines()
     for i in range(3):
-        (line,) = [line for line in lines if f"model.layers.{i}.mlp.down_proj" in line]
-        cells = re.split(r"\s{2,}", line.strip())
-        assert cells == [f"model.layers.{i}.mlp.down_proj", "mxfp4", "*[a-z].down_proj", "bfloat16", "4 MB", "2 MB"]
+        name = f"model.layers.{i}.mlp.down_proj"
+        (line,) = [line for line in lines if name in line]
+        assert cells(line) == [name, "1", "mxfp4", "*[a-z].down_proj", "bfloat16", "4 MB", "2 MB"]
+    assert sum("MoE router" in line for line in lines) == 400
 
 
-def test_kept_layers_are_grouped_by_reason(plan):
+def test_layers_that_differ_in_their_indices_share_a_row(plan):
     lines = printed(plan).splitlines()
+    (line,) = [line for line in lines if "down_proj" in line]
+    name = "model.layers.{0-2}.mlp.down_proj"
+    assert cells(line) == [name, "3", "mxfp4", "*[a-z].down_proj", "bfloat16", "12 MB", "6 MB"]
     (line,) = [line for line in lines if "MoE router" in line]
-    cells = re.split(r"\s{2,}", line.strip())
-    assert cells == ["model.layers.*.mlp.gate", "400", "BF16", "protected: MoE router", "1.60 GB", "800 MB"]
+    assert cells(line) == ["model.layers.{0-399}.mlp.gate", "400", "BF16", "protected: MoE router", "1.60 GB", "800 MB"]
     assert any("lm_head" in line and "excluded by 'lm_head'" in line for line in lines)
+
+
+def test_indices_with_gaps_and_of_experts(plan):
+    some = [row(f"model.layers.{i}.a", "mxfp4", "x") for i in (0, 1, 5, 7, 8)]
+    experts = [row(f"model.layers.{i}.experts.{e}", "mxfp4", "x") for i in range(2) for e in range(2)]
+    text = printed(replace(plan, layers=(*some, *experts)))
+    assert "model.layers.{0-1,5,7-8}.a" in text
+    assert "model.layers.*.experts.*" in text
 
 
 def test_totals_warnings_and_memory(plan):
@@ -74,4 +90,4 @@ def test_totals_warnings_and_memory(plan):
 def test_nothing_is_cut_off(plan, width):
     text = printed(plan, width)
     assert "…" not in text
-    assert len(re.findall(r" 4 MB +2 MB", text)) == 4
+    assert len(re.findall(r" 4 MB +2 MB", text)) == 1

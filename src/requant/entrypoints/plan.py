@@ -14,6 +14,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The engine's flags, and the plan's own."""
     add_engine_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the report's JSON object instead of tables")
+    parser.add_argument(
+        "--every-layer", action="store_true", help="a row for each layer, also where only indices differ"
+    )
+    parser.add_argument("--explain", metavar="NAME", help="print how the recipe decides one layer or checkpoint matrix")
 
 
 def plan(parsed: argparse.Namespace) -> None:
@@ -28,11 +32,15 @@ def plan(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
     from requant.engine.build import plan_model
-    from requant.tools.plan import render
+    from requant.recipe import Recipe, explain
+    from requant.tools.plan import WIDE, render
 
-    made = plan_model(config, headers_only=True).plan
-    if parsed.json:
-        json.dump(made.to_report(), sys.stdout, indent=2)
+    planned = plan_model(config, headers_only=True)
+    if parsed.explain is not None:
+        recipe = Recipe.parse(config.quant.online_quant_config)
+        print(explain(recipe, [layer.names for layer in planned.model.quantizable()], parsed.explain))
+    elif parsed.json:
+        json.dump(planned.plan.to_report(), sys.stdout, indent=2)
         print()
     else:
-        render(made, Console())
+        render(planned.plan, Console(width=None if sys.stdout.isatty() else WIDE), parsed.every_layer)

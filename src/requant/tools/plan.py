@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,43 +18,73 @@ WIDE = 160
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def render(plan: Plan, console: Console) -> None:
-    """Print a plan: every quantized layer, the kept ones by reason, warnings, totals and estimated device memory.
+def render(plan: Plan, console: Console, every_layer: bool = False) -> None:
+    """Print a plan: the quantized layers, the kept ones, warnings, totals and estimated device memory.
 
     Args:
         plan: The plan.
         console: Where to. Names fold where it is narrow; :data:`WIDE` columns are wide enough for most.
+        every_layer: A row for each layer; else layers that differ only in their indices share one.
     """
     if plan.quantized:
-        console.print(_quantized_table(plan))
+        console.print(_quantized_table(plan, every_layer))
     if plan.kept:
-        console.print(_kept_table(plan))
+        console.print(_kept_table(plan, every_layer))
     for warning in plan.warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in _totals(plan):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _quantized_table(plan: Plan) -> Table:
-    table = _table("Quantized layers", "Layer", "Target", "Decided by", "Activation", "Before >", "After >")
-    for layer in plan.quantized:
-        assert layer.format is not None
-        before, after = show_bytes(layer.bytes_before), show_bytes(layer.bytes_after)
-        _add(table, layer.name, layer.format.name, layer.decision.pattern, layer.activation, before, after)
+def _quantized_table(plan: Plan, every_layer: bool) -> Table:
+    table = _table("Quantized layers", "Layers", "Count >", "Target", "Decided by", "Activation", "Before >", "After >")
+    for name, layers in _grouped(plan.quantized, every_layer):
+        first = layers[0]
+        assert first.format is not None
+        _add(table, name, layers, first.format.name, first.decision.pattern, first.activation)
     return table
 
 
-def _kept_table(plan: Plan) -> Table:
-    """Layers that differ in their indices only share a row."""
-    groups: dict[tuple[str, str, str], list[LayerPlan]] = defaultdict(list)
-    for layer in plan.kept:
-        groups[_INDEX.sub("*", layer.name), layer.source, layer.decision.reason].append(layer)
+def _kept_table(plan: Plan, every_layer: bool) -> Table:
     table = _table("Kept layers", "Layers", "Count >", "Source", "Reason", "Before >", "After >")
-    for (name, source, reason), layers in groups.items():
-        shown = layers[0].name if len(layers) == 1 else name
-        before, after = sum(layer.bytes_before for layer in layers), sum(layer.bytes_after for layer in layers)
-        _add(table, shown, str(len(layers)), source, reason, show_bytes(before), show_bytes(after))
+    for name, layers in _grouped(plan.kept, every_layer):
+        _add(table, name, layers, layers[0].source, layers[0].decision.reason)
     return table
+
+
+def _grouped(layers: Sequence[LayerPlan], every_layer: bool) -> list[tuple[str, list[LayerPlan]]]:
+    """Layers whose rows would be equal but for the indices in their names, under a name that shows the indices."""
+    groups: dict[Hashable, list[LayerPlan]] = defaultdict(list)
+    for layer in layers:
+        name = layer.name if every_layer else _INDEX.sub("*", layer.name)
+        decision = layer.decision
+        key = (name, layer.source, decision.format, layer.activation, decision.pattern, decision.reason)
+        groups[key].append(layer)
+    return [(_joint_name([layer.name for layer in group]), group) for group in groups.values()]
+
+
+def _joint_name(names: Sequence[str]) -> str:
+    """``model.layers.{0-3,7}.mlp`` for several that differ in one index; ``*`` where more than one differs."""
+    if len(names) == 1:
+        return names[0]
+    indices = [tuple(map(int, _INDEX.findall(name))) for name in names]
+    varying = [i for i, column in enumerate(zip(*indices, strict=True)) if len(set(column)) > 1]
+    if len(varying) != 1:
+        return _INDEX.sub("*", names[0])
+    column = [row[varying[0]] for row in indices]
+    cells = ["{" + _ranges(column) + "}" if i == varying[0] else text for i, text in enumerate(map(str, indices[0]))]
+    return _INDEX.sub(lambda _: cells.pop(0), names[0])
+
+
+def _ranges(values: Sequence[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -67,9 +98,10 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _add(table: Table, *cells: str) -> None:
-    """Add a row of plain text: a pattern's brackets are not markup."""
-    table.add_row(*map(Text, cells))
+def _add(table: Table, name: str, layers: Sequence[LayerPlan], *cells: str) -> None:
+    """Add the row of some layers, as plain text: a pattern's brackets are not markup."""
+    before, after = sum(layer.bytes_before for layer in layers), sum(layer.bytes_after for layer in layers)
+    table.add_row(*map(Text, (name, str(len(layers)), *cells, show_bytes(before), show_bytes(after))))
 
 
 def _totals(plan: Plan) -> list[str]:
