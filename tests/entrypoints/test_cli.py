@@ -1,15 +1,15 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
+from requant_models import make_checkpoint
 
 import requant
 from requant.entrypoints import cli, openai_server
-from requant.errors import CheckpointError
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,42 +63,61 @@ def test_the_server_module_has_the_same_errors(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith("requant: error: argument --dtype: invalid choice: 'int8'")
 
 
-@pytest.fixture
-def planner(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stand-ins for what plans and for what prints; the calls that were made."""
-    calls: list[Any] = []
-
-    def plan_model(config: object, *, headers_only: bool) -> SimpleNamespace:
-        calls.append((config, headers_only))
-        return SimpleNamespace(plan=SimpleNamespace(to_report=lambda: {"num_layers": 3}))
-
-    def render(plan: object, console: Any) -> None:
-        console.print("a table")
-
-    monkeypatch.setitem(sys.modules, "requant.engine.build", SimpleNamespace(plan_model=plan_model))
-    monkeypatch.setitem(sys.modules, "requant.tools.plan", SimpleNamespace(render=render))
-    return calls
+RECIPE = json.dumps({"layer_quant_config": {"*.mlp.*": "mxfp4"}})
 
 
-def test_plan(planner: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--model", "M", "--online_quant_config", "{}"]) == 0
-    assert "a table" in capsys.readouterr().out
-    assert cli.main(["plan", "--model", "M", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"num_layers": 3}
-    (first, headers_only), _ = planner
-    assert headers_only is True
-    assert (first.model.model, first.quant.online_quant_config) == ("M", "{}")
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("planned")))
 
 
-def test_errors_of_the_plan(
-    planner: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(config: object, *, headers_only: bool) -> None:
-        raise CheckpointError("no config.json in M")
+def test_plan_prints_tables(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", checkpoint, "--online_quant_config", RECIPE]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.{0-1}.mlp.down_proj" in out
+    assert "4 layers quantized" in out
+    assert cli.main(["plan", "--model", checkpoint, "--online_quant_config", RECIPE, "--every-layer"]) == 0
+    assert "model.layers.1.mlp.down_proj" in capsys.readouterr().out
 
-    monkeypatch.setitem(sys.modules, "requant.engine.build", SimpleNamespace(plan_model=refuse))
-    assert cli.main(["plan", "--model", "M"]) == 2
-    assert capsys.readouterr().err == "requant: error: no config.json in M\n"
+
+def test_plan_as_json_is_the_report_without_times(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", checkpoint, "--online_quant_config", RECIPE, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_layers"] == 4
+    assert report["online_quant_config"] == json.loads(RECIPE)
+    assert {row["reason"] for row in report["kept"]} == {"no rule matches", "protected: lm_head"}
+
+
+def test_plan_explains_one_layer(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", checkpoint, "--online_quant_config", RECIPE, "--explain"]
+    assert cli.main(["plan", *flags, "model.layers.1.mlp.up_proj"]) == 0
+    out = capsys.readouterr().out
+    assert "a part of model.layers.1.mlp.gate_up_proj" in out
+    assert "'*.mlp.*' -> mxfp4" in out
+    assert cli.main(["plan", *flags, "model.layers.1.mlp.upp_proj"]) == 2
+    assert "no layer is named 'model.layers.1.mlp.upp_proj'" in capsys.readouterr().err
+
+
+def test_plan_reads_no_weight(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With holes in place of the weights, whose size on disk is then that of the header alone."""
+    shutil.copytree(checkpoint, tmp_path / "hollow")
+    file = tmp_path / "hollow" / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    with file.open("wb") as hollow:
+        hollow.write(whole[:header])
+        hollow.truncate(len(whole))
+    assert file.stat().st_blocks * 512 < len(whole)
+    outputs = []
+    for model in (checkpoint, str(tmp_path / "hollow")):
+        assert cli.main(["plan", "--model", model, "--online_quant_config", RECIPE, "--json"]) == 0
+        outputs.append({**json.loads(capsys.readouterr().out), "model": ""})
+    assert outputs[0] == outputs[1]
+
+
+def test_errors_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"requant: error: no such folder: {tmp_path / 'nowhere'}\n"
 
 
 def test_a_reader_that_goes_away() -> None:
