@@ -27,3 +27,9 @@ class ConfigError(RequantError):
 
 class RequestError(RequantError):
     """A generation request is not acceptable: HTTP answers it with status 400."""
+
+
+def one_line(error: Exception) -> str:
+    """What another library's exception says, for use in a message: its first line, and what a colon there announces."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

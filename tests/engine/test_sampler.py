@@ -275,6 +275,20 @@ def test_sliced_logprobs_equal_the_whole(length: int) -> None:
     assert entries == (token_logprobs(logits, torch.tensor(tokens), [2] * length) if length else [])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e300])
+@pytest.mark.parametrize("repetition", [1e-300, 1e-40, 1.0, 1e40, 1e300])
+def test_extreme_parameters_never_give_what_is_banned(temperature: float, repetition: float) -> None:
+    """They are beyond float32; as infinities they would make a NaN of the ban, and a NaN is the largest logit."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=repetition, min_tokens=9, max_tokens=9, seed=1)
+    row = Row(params, prompt=tuple(range(VOCAB)), output=(0, 1, 2, 3))
+    logits = make_logits(50)
+    logits[:, 5] = 0.0
+    tokens = Sampler("cpu").sample(logits, [row] * 50).tolist()
+    assert 0 not in tokens
+    if temperature == 0 and repetition <= 1:
+        assert all(logits[i, token] > 0 for i, token in enumerate(tokens))
+
+
 @pytest.mark.gpu
 @CUDA
 def test_cuda_agrees_with_cpu_and_never_waits() -> None:

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,10 +68,18 @@ def test_end_of_sequence_of_the_model(tmp_path: Path, config: object, generation
     assert eos_token_ids(tmp_path, SimpleNamespace(eos_token_id=config)) == expected
 
 
-def test_a_damaged_generation_config(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("[1]")
+@pytest.mark.parametrize("content", ["[1]", "", "{", "[" * 100_000])
+def test_a_damaged_generation_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config.json is not a JSON object"):
         eos_token_ids(tmp_path, SimpleNamespace())
+
+
+@pytest.mark.parametrize("value", ["end", ["end"], 1.5, True, {}, [[1]]])
+def test_an_end_of_sequence_that_is_no_token(tmp_path: Path, value: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=r"eos_token_id in .* accepted: a token id or a list of them"):
+        eos_token_ids(tmp_path, SimpleNamespace(eos_token_id=0))
 
 
 def test_chat(tokenizer: Tokenizer) -> None:
@@ -92,12 +101,37 @@ def test_a_template_of_the_users(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "says"),
-    [("{% if %}", "not a Jinja template: line 1"), ("/no/such/file", "No such file"), ("no\0file", "accepted: a file")],
+    [
+        ("{% if %}", "not a Jinja template: line 1"),
+        ("/no/such/file", "No such file"),
+        ("no\0file", "accepted: a file"),
+        ("~nosuchuser/x", "accepted: a file"),
+    ],
 )
 def test_a_bad_template(tiny_model: Path, template: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         load_tokenizer(ModelConfig(model=str(tiny_model)), template)
     assert "--chat-template" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ range(10 ** 9) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_a_template_that_fails_in_its_own_way(tiny_model: Path, template: str) -> None:
+    """It loads, since other messages may suit it; each request that does not is refused."""
+    tokenizer = load_tokenizer(ModelConfig(model=str(tiny_model)), template)
+    with pytest.raises(RequestError, match="refuses these messages"):
+        tokenizer.render_chat(USER)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000])
+def test_a_damaged_tokenizer(tiny_model: Path, tmp_path: Path, file: str, content: str) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / file).write_text(content)
+    with pytest.raises(CheckpointError, match="no tokenizer can be loaded from") as caught:
+        load_tokenizer(ModelConfig(model=str(folder)))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def configs(*args: str) -> tuple[EngineConfig, ServerConfig]:
         (["--model", "M", "--max-model-len", "many"], "argument --max-model-len: invalid int value: 'many'"),
         (["--model", "M", "--max-model-len", "1"], "--max-model-len is 1; accepted: 2 or more"),
         (["--model", "M", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--model", "M", "--seed", str(2**64)], f"--seed is {2**64}; accepted: a whole number of 64 bits"),
+        (["--model", "M", "--seed", str(-(2**63) - 1)], "accepted: a whole number of 64 bits"),
         (["--model", "M", "-tp", "2"], "--tensor-parallel-size is 2; accepted: 1 (this version runs on one device)"),
         (["--model", "M", "--port", "0"], "--port is 0; accepted: 1 to 65535"),
         (["--model", "M", "--server-port", "70000"], "--server-port is 70000; accepted: 0 to 65535"),

@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 
+from requant.entrypoints import openai_server
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60
 
@@ -168,6 +170,14 @@ def test_a_port_in_use(tiny_model: Path) -> None:
         with program("requant_fakes:never_ready", *args) as process:
             line = one_line_error(process, 2)
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in line
+
+
+@pytest.mark.parametrize("host", ["no.such.invalid", "a..b", "x" * 70, "zz::1", "\udcff"])
+def test_a_host_that_is_none(tiny_model: Path, host: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert openai_server.main(["--model", str(tiny_model), "--host", host]) == 2
+    message = capfd.readouterr().err
+    assert message.startswith("requant: error: cannot listen on ")
+    assert message.count("\n") == 1
 
 
 def test_a_wrong_flag_as_a_module() -> None:

@@ -23,6 +23,21 @@ def test_missing_folder(model):
         locate(model)
 
 
+@pytest.mark.parametrize("model", ["x" * 5000, "~nosuchuser/model"])
+def test_a_name_that_cannot_be_looked_for(model):
+    with pytest.raises(CheckpointError, match=f"cannot look for {model}: ."):
+        locate(model)
+
+
+def test_a_folder_that_may_not_be_entered(monkeypatch):
+    def forbid(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.is_dir", forbid)
+    with pytest.raises(CheckpointError, match="cannot look for /root/model: Permission denied"):
+        locate("/root/model")
+
+
 def test_a_file_is_no_folder(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()

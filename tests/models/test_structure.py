@@ -71,6 +71,13 @@ def test_registry_names_what_it_knows():
             model_class(nothing)
 
 
+@pytest.mark.parametrize("given", [5, [5], [["LlamaForCausalLM"]], {"a": 1}, "GPT2LMHeadModel"])
+def test_registry_takes_whatever_a_file_may_hold(given):
+    with pytest.raises(ModelError, match=r"unknown architecture \(.+\); known: Llama"):
+        model_class(given)
+    assert model_class("MistralForCausalLM") is MistralForCausalLM
+
+
 def test_registry_takes_the_first_known_name():
     assert model_class(["Mystery", "MistralForCausalLM"]) is MistralForCausalLM
 

@@ -152,6 +152,11 @@ def test_bad_regular_expression_says_where():
         Pattern("re:a(b")
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_regular_expression_python_has_doubts_about():
+    assert Pattern("re:[[a]").hits("layer.a", ["x"]) == [True]
+
+
 @pytest.mark.parametrize("text", ["[", "[z-a]", "a[", "[!", "*[]*", "[[a]"])
 def test_every_glob_compiles(text):
     names = ["".join(p) for p in itertools.product("a[]z!", repeat=2)]

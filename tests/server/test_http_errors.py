@@ -22,6 +22,18 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
     return body["error"]
 
 
+@pytest.mark.parametrize("name", ["messages", "self", "conversation", "tokenize", "chat_template"])
+def test_variables_of_the_template_that_are_taken(server: Any, name: str) -> None:
+    answer = server.http.post(CHAT, json={"messages": USER, "chat_template_kwargs": {name: 1}})
+    assert "refuses these messages" in error_of(answer, 400)["message"]
+
+
+@pytest.mark.parametrize("body", [b"\xff{}", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
+def test_a_body_that_cannot_be_read(server: Any, body: bytes) -> None:
+    answer = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert "accepted: a JSON object in UTF-8" in error_of(answer, 400)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "says"),
     [
@@ -86,6 +98,7 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
         (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format", "accepted: text"),
         (CHAT, {"messages": USER, "continue_final_message": True}, "continue_final_message", "exclude each other"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "accepted: text"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "has no text"),
     ],
 )
 def test_bad_requests(server: Any, path: str, body: dict[str, Any], param: str | None, says: str) -> None:

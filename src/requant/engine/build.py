@@ -1,11 +1,14 @@
 """From a configuration to an engine that is ready to run: checkpoint, recipe, plan, load, KV cache, graphs."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from requant.engine import memory
 from requant.engine.config import EngineConfig, ParallelConfig
@@ -13,7 +16,7 @@ from requant.engine.core import EngineCore
 from requant.engine.runner import ModelRunner
 from requant.engine.scheduler import SchedulerConfig
 from requant.engine.tokenizer import eos_token_ids
-from requant.errors import CheckpointError, ConfigError
+from requant.errors import CheckpointError, ConfigError, ModelError, one_line
 from requant.loading import (
     Checkpoint,
     Plan,
@@ -76,7 +79,7 @@ def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
     raw = read_config(checkpoint.folder)
     model_type = model_class(raw.get("architectures"))
     hf_config = _hf_config(checkpoint)
-    model = model_type(hf_config)
+    model = _model(model_type, hf_config, checkpoint)
     plan = make_plan(
         model,
         checkpoint,
@@ -104,15 +107,21 @@ def build_core(config: EngineConfig) -> BuiltEngine:
     pages = -(-planned.max_model_len // config.cache.block_size)
     available = memory.available_bytes(device, config.cache.gpu_memory_utilization)
     check_memory(plan, available, cache_bytes=pages * runner.block_bytes)
+    left = available - plan.weight_bytes - plan.layout_bytes
+
+    def cache_blocks(left: int) -> int:
+        return memory.kv_blocks(config.cache, device, left, runner.block_bytes, planned.max_model_len, max_seqs)
+
+    cache_blocks(left)  # whatever it refuses is refused before anything is read
+    stop_tokens = eos_token_ids(planned.folder, planned.config)
     write_report = prepare_report(plan, config.quant.online_quant_info_dir)
 
     result = load(plan, model, progress=make_progress(plan))
     report_path = write_report(result)
 
-    left = available - plan.weight_bytes - plan.layout_bytes
     if device.type == "cuda":
         left -= runner.activation_bytes(max_tokens, max_seqs)
-    blocks = memory.kv_blocks(config.cache, device, left, runner.block_bytes, planned.max_model_len, max_seqs)
+    blocks = cache_blocks(left)
     runner.allocate(blocks)
     if device.type == "cuda" and not config.model.enforce_eager:
         runner.capture(max_seqs, planned.max_model_len)
@@ -134,18 +143,39 @@ def build_core(config: EngineConfig) -> BuiltEngine:
         core=EngineCore(runner, scheduler),
         max_model_len=planned.max_model_len,
         vocab_size=runner.vocab_size,
-        eos_token_ids=eos_token_ids(planned.folder, planned.config),
+        eos_token_ids=stop_tokens,
         report_path=report_path,
     )
 
 
 def _hf_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The configuration by transformers' own classes; code that a checkpoint brings is never executed."""
+    file = checkpoint.folder / "config.json"
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"transformers cannot read {checkpoint.folder / 'config.json'}: {line}") from error
+        with _without_warnings():
+            return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except Exception as error:  # of any type: each field has its own validator, from one of several libraries
+        raise CheckpointError(f"transformers cannot read {file}: {one_line(error)}") from error
+
+
+def _model(model_type: type[CausalLM], hf_config: PreTrainedConfig, checkpoint: Checkpoint) -> CausalLM:
+    """The model without weights; sizes that make no sense show here."""
+    try:
+        return model_type(hf_config)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        file = checkpoint.folder / "config.json"
+        raise ModelError(f"no model can be made as {file} says: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep transformers from warning of what requant refuses in a line of its own, or does not use."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
@@ -166,6 +196,8 @@ def _device(config: ParallelConfig) -> torch.device:
 def _max_model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     limit: int | None = getattr(hf_config, "max_position_embeddings", None)
     wanted = config.model.max_model_len
+    if limit is not None and limit < 2:
+        raise ModelError(f"max_position_embeddings of the model's config.json is {limit}; accepted: 2 or more")
     if limit is None or wanted is None:
         length = limit or wanted
         if length is None:

@@ -105,7 +105,7 @@ class AsyncEngine:
             self._thread, self._inputs.prepare, prompt, params, add_special_tokens, must_fit
         )
 
-    async def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
+    async def render_chat(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """The prompt of a chat; see :meth:`Tokenizer.render_chat`."""
         return await asyncio.get_running_loop().run_in_executor(
             self._thread, lambda: self._tokenizer.render_chat(messages, **variables)

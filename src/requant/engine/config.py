@@ -39,6 +39,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Refuse what no model can satisfy."""
         _check(bool(self.model), "model", self.model, "a local folder or a Hugging Face id")
+        seed = self.seed
+        _check(-(2**63) <= seed < 2**64, "seed", seed, "a whole number of 64 bits")
         _check(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "2 or more")
 

@@ -106,7 +106,10 @@ class LLM:
             RequestError: As :meth:`generate`; or there is no template, or it refuses the messages.
         """
         chats: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        rendered = [self._tokenizer.render_chat(chat, add_generation_prompt, **variables) for chat in chats]
+        rendered = [
+            self._tokenizer.render_chat(chat, add_generation_prompt=add_generation_prompt, **variables)
+            for chat in chats
+        ]
         return self._run(rendered, sampling_params, progress, add_special_tokens=False)
 
     def shutdown(self) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from requant.engine.config import CacheConfig
 from requant.errors import ConfigError
+from requant.loading.units import show_bytes
 
 # A CPU shares its memory with everything else on the machine: a default that is generous for trying recipes.
 CPU_KV_CACHE_BYTES = 4 << 30
@@ -58,15 +59,15 @@ def kv_blocks(
     nbytes = config.kv_cache_memory_bytes or max(default, 0)
     if config.kv_cache_memory_bytes and nbytes > left:
         raise ConfigError(
-            f"not enough memory: the KV cache of {nbytes / 1e9:.2f} GB that was asked for does not fit in the "
-            f"{max(left, 0) / 1e9:.2f} GB left beside the weights"
+            f"not enough memory: the KV cache of {show_bytes(nbytes)} that was asked for does not fit in the "
+            f"{show_bytes(max(left, 0))} left beside the weights"
         )
     blocks = min(nbytes // block_bytes, one * max_seqs)
     if blocks < one:
         fits = blocks * config.block_size
         raise ConfigError(
             f"not enough memory: the KV cache of one sequence of {max_model_len} tokens takes "
-            f"{one * block_bytes / 1e9:.2f} GB and {nbytes / 1e9:.2f} GB are there; lower --max-model-len"
+            f"{show_bytes(one * block_bytes)} and {show_bytes(nbytes)} are there; lower --max-model-len"
             + (f" to {fits} or less" if fits >= 2 else " or the model's size")
         )
     return blocks

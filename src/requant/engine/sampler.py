@@ -26,6 +26,8 @@ from requant.engine.sampling_params import SamplingParams
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow, and change nothing."""
 
+_FLOAT32 = torch.finfo(torch.float32)
+
 LOGPROB_ROWS = 128
 """Rows of the vocabulary that are looked at together for a prompt's log-probabilities: 78 MB at 152k tokens."""
 
@@ -132,7 +134,8 @@ class Sampler:
         return tensor.to(self._device)
 
     def _column(self, values: Sequence[float]) -> Tensor:
-        return self._tensor(values, torch.float32).unsqueeze(1)
+        """Parameters as float32 [R, 1]; one beyond its range becomes its end, since infinities would lead to NaN."""
+        return self._tensor(values, torch.float64).clamp_(-_FLOAT32.max, _FLOAT32.max).float().unsqueeze(1)
 
     def _edit(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Logit bias, then penalties, then the ban on ending early; in place."""

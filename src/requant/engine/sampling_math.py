@@ -48,10 +48,12 @@ def penalize(
     the others are OpenAI's: logit - frequency · count - presence · (count > 0).
 
     Returns:
-        float32 [R, V], a new tensor.
+        float32 [R, V], a new tensor, finite also where a penalty is so strong that a product overflows.
     """
+    largest = torch.finfo(torch.float32).max
     seen = (output_counts_RV > 0) | (prompt_counts_RV > 0)
     repeated = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
+    repeated = repeated.clamp_(-largest, largest)
     result = torch.where(seen, repeated, logits_RV)
     return result - frequency_R1 * output_counts_RV - presence_R1 * (output_counts_RV > 0)
 

@@ -1,15 +1,16 @@
 """The tokenizer as the front end uses it: encode, decode, render a chat, and know what ends a sequence."""
 
 import json
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 from requant.engine.config import ModelConfig
-from requant.errors import CheckpointError, ConfigError, RequestError
+from requant.errors import CheckpointError, ConfigError, RequestError, one_line
 
 Message = dict[str, Any]
 
@@ -51,7 +52,9 @@ class Tokenizer:
         """Text of one token by itself, special tokens included."""
         return self.decode([token])
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The prompt that the chat template makes of ``messages``, special tokens written out.
 
         Args:
@@ -65,13 +68,13 @@ class Tokenizer:
         """
         try:
             return self._render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             if self._template is None and not self._backend.chat_template:
                 message = "this model has no chat template; use completions, or give the server a --chat-template"
                 raise RequestError(message) from error
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
-    def _render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def _render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         return self._backend.apply_chat_template(
             list(messages), chat_template=self._template, tokenize=False, **variables
         )
@@ -83,7 +86,7 @@ class Tokenizer:
             raise ConfigError(
                 f"--chat-template is not a Jinja template: line {error.lineno}: {error.message}"
             ) from error
-        except (TemplateError, TypeError, ValueError, KeyError):
+        except Exception:
             return  # It is a template; what it wants of messages, a request will see.
 
 
@@ -106,9 +109,8 @@ def load_tokenizer(config: ModelConfig, chat_template: str | None = None) -> Tok
         backend = AutoTokenizer.from_pretrained(
             source, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"no tokenizer can be loaded from {source}: {reason[0]}") from error
+    except Exception as error:  # of any type: the files are read by several libraries, and may hold anything
+        raise CheckpointError(f"no tokenizer can be loaded from {source}: {one_line(error)}") from error
     return Tokenizer(backend, template)
 
 
@@ -119,8 +121,8 @@ def _read_template(given: str | None) -> str | None:
         return given
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"--chat-template is {given!r}: {reason}; accepted: a file, or a Jinja template itself"
         ) from error
@@ -134,14 +136,19 @@ def eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
         config: Its configuration, with or without ``eos_token_id``.
 
     Raises:
-        CheckpointError: ``generation_config.json`` is not a JSON object.
+        CheckpointError: ``generation_config.json`` cannot be read or is not a JSON object, or a token is no number.
     """
     named = [getattr(config, "eos_token_id", None)]
     file = folder / "generation_config.json"
-    if file.is_file():
+    if os.path.isfile(file):
         try:
             named.append(json.loads(file.read_bytes()).get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{file} is not a JSON object") from error
-    lists = [value if isinstance(value, list) else [value] for value in named]
-    return frozenset(token for tokens in lists for token in tokens if token is not None)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
+    tokens = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    wrong = next((token for token in tokens if token is not None and type(token) is not int), None)
+    if wrong is not None:
+        raise CheckpointError(f"eos_token_id in {folder} names {wrong!r}; accepted: a token id or a list of them")
+    return frozenset(token for token in tokens if token is not None)

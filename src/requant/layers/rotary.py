@@ -50,6 +50,8 @@ class RotaryEmbedding(PlainLayer):
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise ModelError(f"rope_parameters {parameters} do not suit rope type {rope_type!r} ({detail})") from error
+        if not self._cpu_inv_freq.isfinite().all():
+            raise ModelError(f"rope_parameters {parameters} give no finite frequencies")
 
     def build(self, dtype: torch.dtype, device: torch.device) -> None:
         """Put the frequencies, always float32, on ``device``."""

@@ -10,7 +10,7 @@ import httpx
 import huggingface_hub as hub
 from huggingface_hub import errors as hub_errors
 
-from requant.errors import CheckpointError
+from requant.errors import CheckpointError, one_line
 from requant.loading.headers import Checkpoint, TensorInfo, collect, read_headers
 
 # Configuration and tokenizer; never code (*.py) and never pickles (*.bin).
@@ -73,7 +73,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"no config.json in {folder}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object")
@@ -82,10 +82,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _local(model: str) -> Path | None:
     """The local folder that ``model`` names, or None if it can only be a Hugging Face id."""
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be entered, an unknown ~user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"cannot look for {model}: {reason}") from error
+    if is_folder:
         return path
-    if path.exists():
+    if exists:
         raise CheckpointError(f"{model} is a file; --model takes a folder or a Hugging Face id")
     if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         raise CheckpointError(f"no such folder: {model}")
@@ -119,15 +124,10 @@ def _explained(model: str, revision: str | None) -> Iterator[None]:
     except hub_errors.NotASafetensorsRepoError as error:
         raise CheckpointError(f"{model} has no weights in safetensors files; other kinds are not read") from error
     except hub_errors.SafetensorsParsingError as error:
-        raise CheckpointError(f"{model} has a corrupt safetensors file: {_line(error)}") from error
+        raise CheckpointError(f"{model} has a corrupt safetensors file: {one_line(error)}") from error
     except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, httpx.TransportError) as error:
         raise CheckpointError(
             f"{model} is not a folder here, and the Hugging Face Hub cannot be reached to look for it there"
         ) from error
     except (hub_errors.HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"cannot download {model}: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        raise CheckpointError(f"cannot download {model}: {one_line(error)}") from error

@@ -92,9 +92,10 @@ def read_headers(folder: Path) -> Checkpoint:
         CheckpointError: No such files, a shard or a tensor that the index promises is missing, a tensor is there
             twice, or a file is truncated or corrupt; the message names file and tensor.
     """
-    if (folder / SINGLE).is_file():
+    # os.path.isfile, unlike Path.is_file, has no errors: what it cannot see is not there.
+    if os.path.isfile(folder / SINGLE):
         return collect(folder, [read_header(folder / SINGLE)])
-    if (folder / INDEX).is_file():
+    if os.path.isfile(folder / INDEX):
         return _read_indexed(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -157,7 +158,7 @@ def _read_indexed(folder: Path) -> Checkpoint:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{index} is corrupt: tensor {name} is in {shard!r}, not in a file of that folder")
         if shard not in shards:
-            if not (folder / shard).is_file():
+            if not os.path.isfile(folder / shard):
                 raise CheckpointError(f"shard {shard}, which {index} names for tensor {name}, is missing")
             shards[shard] = read_header(folder / shard)
     checkpoint = collect(folder, shards.values())

@@ -1,6 +1,5 @@
 """Which class runs which architecture; a family's module is imported when it is first asked for."""
 
-from collections.abc import Sequence
 from importlib import import_module
 
 from requant.errors import ModelError
@@ -15,15 +14,16 @@ _MODELS: dict[str, str] = {
 }
 
 
-def model_class(architectures: Sequence[str] | None) -> type[CausalLM]:
-    """The class for the first known name of a configuration's ``architectures``.
+def model_class(architectures: object) -> type[CausalLM]:
+    """The class for the first known name of a configuration's ``architectures``: a list of names, if all is well.
 
     Raises:
         ModelError: None of them is known; the message lists those that are.
     """
-    for name in architectures or ():
+    names = architectures if isinstance(architectures, list | tuple) else [architectures] if architectures else []
+    for name in map(str, names):
         if name in _MODELS:
             module, cls = _MODELS[name].split(":")
             return getattr(import_module(module), cls)
-    given = ", ".join(architectures or ()) or "none given"
+    given = ", ".join(map(str, names)) or "none given"
     raise ModelError(f"unknown architecture ({given}); known: {', '.join(sorted(_MODELS))}")

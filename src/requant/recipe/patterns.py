@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,7 +112,9 @@ def _names(own: str) -> Iterator[str]:
 def _compile(text: str) -> Callable[[str], object]:
     if text.startswith(_REGEX_PREFIX):
         try:
-            return re.compile(text.removeprefix(_REGEX_PREFIX)).search
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what may mean something else in a later Python
+                return re.compile(text.removeprefix(_REGEX_PREFIX)).search
         except (re.error, OverflowError, RecursionError) as error:
             raise RecipeError(f"{text!r} is not a valid regular expression: {error}") from None
     if _GLOB_CHARACTERS.intersection(text):

@@ -34,8 +34,10 @@ class ChatMessage(BaseModel):
         content = self.content
         if isinstance(content, list):
             for part in content:
-                if part.type != "text" or part.text is None:
+                if part.type != "text":
                     raise ApiError(400, f"a content part has type {part.type!r}; accepted: text", "messages")
+                if part.text is None:
+                    raise ApiError(400, "a content part of type 'text' has no text", "messages")
             content = "\n".join(part.text or "" for part in content)
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 

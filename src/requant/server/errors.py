@@ -75,6 +75,8 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
         return ApiError(404, f"there is no route {route}", code="unknown_url")
     if error.status_code == 405:
         return ApiError(405, f"{route} is not a method of this route", code="method_not_allowed")
+    if error.status_code == 400:  # the framework could not read the body, and says no more than that
+        return ApiError(400, "the body cannot be read as JSON; accepted: a JSON object in UTF-8, not nested deeply")
     return ApiError(error.status_code, str(error.detail))
 
 

@@ -52,14 +52,14 @@ def _bind(server: ServerConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((server.host, server.server_port))
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # the latter two: the host cannot be encoded as a name
         listener.close()
         raise _port_error(server, error) from error
     return listener
 
 
-def _port_error(server: ServerConfig, error: OSError) -> ConfigError:
-    reason = error.strerror or str(error)
+def _port_error(server: ServerConfig, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or str(error)
     return ConfigError(
         f"cannot listen on {server.host} port {server.server_port}: {reason}; "
         "choose another --server-port, or --server-port 0 for a free one"
