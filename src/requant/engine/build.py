@@ -78,7 +78,7 @@ def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
     checkpoint = inspect(name, revision) if headers_only else read_headers(locate(name, revision))
     raw = read_config(checkpoint.folder)
     model_type = model_class(raw.get("architectures"))
-    hf_config = _hf_config(checkpoint)
+    hf_config = _hf_config(checkpoint, config.model.trust_remote_code)
     model = _model(model_type, hf_config, checkpoint)
     plan = make_plan(
         model,
@@ -148,12 +148,12 @@ def build_core(config: EngineConfig) -> BuiltEngine:
     )
 
 
-def _hf_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The configuration by transformers' own classes; code that a checkpoint brings is never executed."""
+def _hf_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration, read by transformers; a class that the checkpoint brings is only used if that was allowed."""
     file = checkpoint.folder / "config.json"
     try:
         with _without_warnings():
-            return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+            return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of any type: each field has its own validator, from one of several libraries
         raise CheckpointError(f"transformers cannot read {file}: {one_line(error)}") from error
 

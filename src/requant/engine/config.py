@@ -30,7 +30,9 @@ class ModelConfig:
     model: str = option("", "a local folder or a Hugging Face id")
     tokenizer: str | None = option(None, "folder or id of the tokenizer (default: the model's)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
-    trust_remote_code: bool = option(False, "accepted for configs and tokenizers; model code is never executed")
+    trust_remote_code: bool = option(
+        False, "allow a checkpoint's own config and tokenizer classes; model code is never executed"
+    )
     dtype: str = option("auto", "activations and unquantized weights (auto: the checkpoint's)", choices=DTYPES)
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens (default: the model's)")
     seed: int = option(0, "seed of sampling without a seed of its own")
