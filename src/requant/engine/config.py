@@ -27,7 +27,7 @@ def _check(accepted: bool, flag: str, value: object, what: str) -> None:
 class ModelConfig:
     """Which model, in which numbers."""
 
-    model: str = option("", "a local folder or a Hugging Face id")
+    model: str = option("", "a local folder or a Hugging Face id; always needed")
     tokenizer: str | None = option(None, "folder or id of the tokenizer (default: the model's)")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
     trust_remote_code: bool = option(
@@ -52,7 +52,9 @@ class QuantConfig:
     """What to quantize while loading, and where the report goes."""
 
     online_quant_config: Any = option(None, "the recipe: a JSON object, or the path of a JSON file", metavar="JSON")
-    online_quant_info_dir: str | None = option(None, "folder of the report (default: the working directory)")
+    online_quant_info_dir: str | None = option(
+        None, "folder of the report (default: $ATOM_TORCH_PROFILER_DIR, else the working directory)"
+    )
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ class ParallelConfig:
     """The device that the engine runs on."""
 
     device: str = option("auto", "where to run (auto: a GPU if there is one)", choices=DEVICES)
-    tensor_parallel_size: int = option(1, "devices that share each layer", short="tp")
+    tensor_parallel_size: int = option(1, "devices that share each layer; this version takes 1", short="tp")
     enable_expert_parallel: bool = option(False, "whole experts on each device (one device has them all anyway)")
-    port: int | None = option(None, "rendezvous port of the tensor-parallel workers (default: a free one)")
+    port: int | None = option(None, "rendezvous port of the tensor-parallel workers, not of HTTP (default: a free one)")
 
     def __post_init__(self) -> None:
         """Refuse what one process on one device cannot do."""

@@ -11,7 +11,7 @@ from requant.errors import ConfigError
 class ServerConfig:
     """Where the server listens, and what it calls the model."""
 
-    host: str = option("0.0.0.0", "address to listen on")
+    host: str = option("0.0.0.0", "address to listen on; 127.0.0.1: this machine alone")
     server_port: int = option(8000, "HTTP port (0: a free one)")
     served_model_name: tuple[str, ...] = option((), "names that requests may use for the model (default: --model)")
     chat_template: str | None = option(None, "Jinja chat template, or a file with one (default: the tokenizer's)")
