@@ -140,6 +140,11 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_folder_is_said_as_for_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load_tokenizer(ModelConfig(model=str(tmp_path / "none")))
+
+
 def test_the_tokenizer_may_lie_elsewhere(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(ModelConfig(model=str(tmp_path), tokenizer=str(tiny_model)))
     assert tokenizer.encode("fox")

@@ -103,11 +103,17 @@ def load_tokenizer(config: ModelConfig, chat_template: str | None = None) -> Tok
     """
     from transformers import AutoTokenizer
 
+    from requant.loading import locate_metadata
+
     template = _read_template(chat_template)
     source = config.tokenizer or config.model
+    # Found as weights are, so that errors are the same, and at once where the Hub cannot be reached.
+    folder = locate_metadata(source, config.revision)
+    # That never brings Python files along: where they are allowed, transformers fetches them itself.
+    place = source if config.trust_remote_code else folder
     try:
         backend = AutoTokenizer.from_pretrained(
-            source, revision=config.revision, trust_remote_code=config.trust_remote_code
+            place, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # of any type: the files are read by several libraries, and may hold anything
         raise CheckpointError(f"no tokenizer can be loaded from {source}: {one_line(error)}") from error

@@ -5,7 +5,7 @@ of each, :func:`check_memory` tells whether it fits, :func:`load` does it, and w
 writes it down.
 """
 
-from requant.loading.checkpoint import inspect, locate, read_config
+from requant.loading.checkpoint import inspect, locate, locate_metadata, read_config
 from requant.loading.headers import Checkpoint, TensorInfo, read_headers
 from requant.loading.plan import LayerPlan, Plan, Step, check_memory
 from requant.loading.planner import make_plan
@@ -26,6 +26,7 @@ __all__ = [
     "inspect",
     "load",
     "locate",
+    "locate_metadata",
     "make_plan",
     "make_progress",
     "prepare_report",

@@ -33,6 +33,15 @@ def locate(model: str, revision: str | None = None) -> Path:
     return _local(model) or _download(model, revision, _METADATA + _WEIGHTS)
 
 
+def locate_metadata(model: str, revision: str | None = None) -> Path:
+    """As :func:`locate`, but of a Hugging Face id only configuration and tokenizer are downloaded.
+
+    Raises:
+        CheckpointError: As :func:`locate`.
+    """
+    return _local(model) or _download(model, revision, _METADATA)
+
+
 def inspect(model: str, revision: str | None = None) -> Checkpoint:
     """A checkpoint's headers, for which no weight is downloaded.
 
