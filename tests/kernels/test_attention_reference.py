@@ -80,3 +80,13 @@ def test_padding_of_a_decode_batch_gives_zeros():
     out = lookup("attention", "*", "cpu")(q, k_cache, v_cache, batch_of([1, 1], [6, 0]), 1.0, None)
     assert out[0].all()
     torch.testing.assert_close(out[1], torch.zeros(1, DIM), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_cache_stays_finite(dtype: torch.dtype) -> None:
+    k, v = torch.ones(2, 3, 1, 2, dtype=dtype)
+    k[1, 0, 0], v[1, 0, 1], v[2, 0, 0] = torch.nan, torch.inf, -torch.inf
+    caches = torch.zeros(2, 2, 4, 1, 2, dtype=dtype)
+    lookup("kv_write", "*", "cpu")(k, v, *caches, torch.tensor([0, 2, 1]))
+    assert caches[0].flatten(0, 1)[:3, 0].tolist() == [[1, 1], [1, 1], [0, 1]]
+    assert caches[1].flatten(0, 1)[:3, 0].tolist() == [[1, 1], [0, 1], [1, 0]]

@@ -1,5 +1,6 @@
 """The whole engine on tiny checkpoints: neither batch, chunks, graphs nor device change the greedy tokens."""
 
+import math
 import random
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import safetensors.torch
 import torch
 import transformers
 from requant_models import KINDS, LAYERS, check_same_tokens, make_checkpoint
+from safetensors.torch import load_file, save_file
 
 import requant
 from requant import LLM, SamplingParams
@@ -20,6 +22,7 @@ from requant.recipe import FORMATS
 
 FORMAT_CHOICES = (None, *FORMATS)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+OVERFLOWS = 7
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
@@ -103,3 +106,30 @@ def test_weights_are_those_of_quantize(checkpoints: dict[str, Path], fmt: str, d
         for parameter, field in (("weight", "data"), ("weight_scale", "scale")):
             expected = torch.cat([getattr(q, field).view(torch.uint8) for q in quantized])
             assert torch.equal(parameters[f"{parent}.{child}.{parameter}"].cpu().view(torch.uint8), expected)
+
+
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float16 model whose hidden states overflow behind one token."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("overflowing"), dtype=torch.float16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][OVERFLOWS] = torch.finfo(torch.float16).max
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 30
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_sequence_that_overflows_spoils_no_other(overflowing: Path, caching: bool) -> None:
+    """Neither one in its batch, nor one that takes over its pages or, by the prefix cache, shares them."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+    short, plain, bad = list(range(20, 25)), list(range(20, 45)), [OVERFLOWS] * 12
+    settings = {"dtype": "float16", "max_model_len": 64, "no_enable_prefix_caching": not caching, "device": "cpu"}
+    with LLM(str(overflowing), kv_cache_memory_bytes=100_000, **settings) as llm:
+        alone = llm.generate([short, plain], params, progress=False)
+        tokens = [out.outputs[0].token_ids for out in alone]
+    with LLM(str(overflowing), kv_cache_memory_bytes=100_000, **settings) as llm:
+        for others in ([bad], [[*plain, *bad], bad], []):
+            outputs = [out.outputs[0] for out in llm.generate([short, plain, *others], params, progress=False)]
+            assert [out.token_ids for out in outputs[:2]] == tokens
+            assert all(math.isnan(out.logprobs[0].logprob) for out in outputs[2:])

@@ -11,7 +11,10 @@ from requant.kernels.attention_batch import AttentionBatch
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Put each token's key and value into its slot of the cache.
+    """Put each token's key and value into its slot of the cache, with 0 for what is not finite.
+
+    Attention reads slots that it masks: of tokens further on in the sequence, or left behind by another one. A mask
+    does not hold back a NaN, so one sequence that overflows the dtype would spoil others, and the prefix cache.
 
     Args:
         k: [T, Hk, D].
@@ -20,8 +23,8 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         v_cache: Likewise.
         slots: int64 [T], page · block_size + offset; -1: nowhere, which is here the spare page's last slot.
     """
-    k_cache.flatten(0, 1)[slots] = k
-    v_cache.flatten(0, 1)[slots] = v
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        cache.flatten(0, 1)[slots] = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def attention(

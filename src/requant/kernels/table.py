@@ -19,7 +19,8 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     step's keys and values → [T, Hq, D]. No format: looked up as ``"*"``.
 
 ``kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None``
-    Put keys and values [T, Hk, D] into the paged caches at ``slots`` (-1: nowhere). No format: looked up as ``"*"``.
+    Put keys and values [T, Hk, D] into the paged caches at ``slots`` (-1: nowhere), 0 for what is not finite. No
+    format: looked up as ``"*"``.
 """
 
 from collections.abc import Callable
