@@ -19,8 +19,9 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     step's keys and values → [T, Hq, D]. No format: looked up as ``"*"``.
 
 ``kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None``
-    Put keys and values [T, Hk, D] into the paged caches at ``slots`` (-1: nowhere), 0 for what is not finite. No
-    format: looked up as ``"*"``.
+    Put keys and values [T, Hk, D] into the paged caches at ``slots`` (-1: nowhere). No format: looked up as ``"*"``.
+    One sequence's NaN never reaches another: ``attention`` does not read behind a sequence's end, or ``kv_write``
+    leaves nothing there that comes through its mask.
 """
 
 from collections.abc import Callable

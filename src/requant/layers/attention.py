@@ -19,8 +19,8 @@ class Attention(nn.Module):
 
     Attributes:
         kv_cache: Keys and values of :meth:`kv_cache_shape`, in the model's dtype, bound by whoever owns the
-            memory; None until then. It must be allocated finite (zeros), and ``kv_write`` keeps it so: slots
-            behind a sequence's end are read and masked, and a NaN among them would come through the mask.
+            memory; None until then. It must be allocated finite (zeros), and the reference's ``kv_write``
+            keeps it so: it reads and masks slots behind a sequence's end, which the GPU's kernels never read.
     """
 
     def __init__(

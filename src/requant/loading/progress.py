@@ -9,6 +9,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from requant.loading.plan import Plan
 from requant.loading.units import show_bytes
@@ -49,15 +50,19 @@ class BarProgress:
     """
 
     def __init__(self, total: int, console: Console) -> None:
+        # Figures are never cut; the tensor's name takes the room that is left.
         self._bar = RichProgress(
-            TextColumn("Loading weights"),
-            BarColumn(),
-            DownloadColumn(binary_units=False),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
+            TextColumn("Loading", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=16),
+            DownloadColumn(binary_units=False, table_column=Column(no_wrap=True)),
+            TransferSpeedColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            ),
             console=console,
             transient=True,
+            expand=True,
         )
         self._task = self._bar.add_task("", total=total)
 
