@@ -23,7 +23,7 @@ $(MODEL)/model.safetensors: | setup
 demo: setup $(MODEL)/model.safetensors
 	$(BIN)/python examples/demo.py --model $(MODEL)
 
-# All tests that this machine can run; those that need a GPU or trained checkpoints say so and are skipped.
+# All tests that this machine can run; those that need a GPU, or the demo's model, say so and are skipped.
 test: setup
 	$(BIN)/python -m pytest
 

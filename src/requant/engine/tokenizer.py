@@ -1,6 +1,7 @@
 """The tokenizer as the front end uses it: encode, decode, render a chat, and know what ends a sequence."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,6 +12,8 @@ from jinja2 import TemplateSyntaxError
 
 from requant.engine.config import ModelConfig
 from requant.errors import CheckpointError, ConfigError, RequestError, one_line
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -86,8 +89,8 @@ class Tokenizer:
             raise ConfigError(
                 f"--chat-template is not a Jinja template: line {error.lineno}: {error.message}"
             ) from error
-        except Exception:
-            return  # It is a template; what it wants of messages, a request will see.
+        except Exception as error:  # it is a template; what it wants of messages, a request will see
+            logger.debug("the chat template refuses an empty message: %s", error)
 
 
 def load_tokenizer(config: ModelConfig, chat_template: str | None = None) -> Tokenizer:
