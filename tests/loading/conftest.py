@@ -1,6 +1,6 @@
 """A tiny model that satisfies the protocols of loading, and checkpoints for it."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,16 @@ class Matrices(nn.Module):
             offset += n
         self.placements = tied_to.placements if tied_to else tuple(placements)
         self.finished = False
+
+    def match_checkpoint(self, tensors: Container[str]) -> None:
+        pass
+
+    def activation(self, format: Format | None) -> str | None:
+        return format.activation if format else None
+
+    def layout_bytes(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> int:
+        n = sum(self.rows)
+        return n * self.k * 4 if format and device.type == "cpu" else 0
 
     def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:
         if self.tied and format is None:

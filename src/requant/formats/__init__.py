@@ -6,13 +6,14 @@
 from torch import Tensor
 
 from requant.formats import mxfp4, per_block_fp8, ptpc_fp8
-from requant.formats.base import Format, QuantizedTensor
+from requant.formats.base import Format, QuantizedStack, QuantizedTensor
 from requant.formats.check import check_finite, check_matrix, count_nonfinite
 from requant.recipe import canonical_format
 
 __all__ = [
     "FORMATS",
     "Format",
+    "QuantizedStack",
     "QuantizedTensor",
     "check_finite",
     "check_matrix",

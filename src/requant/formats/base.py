@@ -95,3 +95,37 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         """Bytes of data and scales."""
         return self.data.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True)
+class QuantizedStack:
+    """E quantized matrices of one shape, each by itself: the experts of a layer.
+
+    Attributes:
+        data: Codes, [E, …] with ``format.data_shape(N, K)`` behind.
+        scale: Scales, [E, …] with those of one matrix behind; see :class:`QuantizedTensor`.
+        format: The descriptor.
+        shape: (N, K) of one dequantized matrix.
+        parts: Rows of each part of one matrix (gate and up), summing to N; ``()`` means one part of N rows.
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: Format
+    shape: tuple[int, int]
+    parts: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        """E."""
+        return self.data.shape[0]
+
+    def __getitem__(self, index: int) -> QuantizedTensor:
+        """One matrix, as a view."""
+        return QuantizedTensor(self.data[index], self.scale[index], self.format, self.shape, self.parts)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All matrices, [E, N, K]: see :meth:`QuantizedTensor.dequantize`."""
+        out = torch.empty((len(self), *self.shape), dtype=dtype, device=self.data.device)
+        for index in range(len(self)):
+            out[index] = self[index].dequantize(dtype)
+        return out

@@ -11,15 +11,29 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     x [M, K] (``dtype``) → y [M, N] (``dtype``), activations quantized as ``format.activation`` says. The
     forward must be safe to capture in a CUDA graph.
 
+``requantize(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor, scale: Tensor, bad: Tensor) -> None``
+    Of a ``per_block_fp8`` weight, ``codes`` [N, K] and ``codes_scale`` float32 [⌈N/128⌉, ⌈K/128⌉], both contiguous:
+    dequantize to float32, round to bfloat16, add the number of values that are then not finite to ``bad`` (int64 [1]),
+    and quantize into ``data`` and ``scale`` as above, whose contents are undefined if any was not. In one pass over
+    the device's memory, without a bfloat16 copy, where a kernel does it.
+
+``experts(weights: ExpertWeights, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor]``
+    Called once after loading, as ``linear``; returns the forward of a fused MoE: x [T, H] (``dtype``), chosen experts
+    int64 [T, k], their weights float32 [T, k] → [T, H] (``dtype``), the weighted sum of the chosen experts' outputs.
+    Inputs of both products are quantized as ``format.activation`` says, a token's independently of all others. Weights
+    in the model's dtype are looked up as ``"none"``. Safe to capture in a CUDA graph on a GPU.
+
 ``dense(x: Tensor, weight: Tensor) -> Tensor``
     x [M, K] · ``weight`` [N, K] transposed → [M, N], floating point, unquantized. Looked up as ``"*"``.
 
 ``attention(q, k_cache, v_cache, batch: AttentionBatch, scale: float, sliding_window: int | None) -> Tensor``
-    Causal attention of q [T, Hq, D] over the paged caches [pages, block_size, Hk, D], which already hold this
-    step's keys and values → [T, Hq, D]. No format: looked up as ``"*"``.
+    Causal attention of q [T, Hq, D] over the paged caches [pages, block_size, Hk, D] and [pages, block_size, Hk, Dv],
+    which already hold this step's keys and values → [T, Hq, Dv]. ``v_cache`` may be the first Dv features of
+    ``k_cache`` (a view of the same memory): multi-head latent attention. No format: looked up as ``"*"``.
 
 ``kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None``
-    Put keys and values [T, Hk, D] into the paged caches at ``slots`` (-1: nowhere). No format: looked up as ``"*"``.
+    Put keys [T, Hk, D] and values [T, Hk, Dv] into the paged caches at ``slots`` (-1: nowhere); both caches may be
+    views of the last dimension of one tensor. No format: looked up as ``"*"``.
     One sequence's NaN never reaches another: ``attention`` does not read behind a sequence's end, or ``kv_write``
     leaves nothing there that comes through its mask.
 """
@@ -35,6 +49,7 @@ import torch
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
+    ("experts", "*", "*"): "requant.kernels.experts_reference:experts",
     ("dense", "*", "*"): "torch.nn.functional:linear",
     ("dense", "*", "cpu"): "requant.kernels.dense:dense",
     ("kv_write", "*", "*"): "requant.kernels.attention_reference:kv_write",

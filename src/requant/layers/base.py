@@ -5,6 +5,7 @@ placements alone. Both satisfy the protocols of :mod:`requant.loading.protocols`
 """
 
 from abc import abstractmethod
+from collections.abc import Container
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,21 @@ class QuantizableLayer(nn.Module):
     names: LayerNames
     placements: tuple[Placement, ...]
     tied: bool = False
+
+    def match_checkpoint(self, tensors: Container[str]) -> None:
+        """Before anything else: choose names and placements where checkpoints come in several layouts.
+
+        Args:
+            tensors: Names of the checkpoint's tensors.
+        """
+
+    def activation(self, format: Format | None) -> str | None:
+        """How the layer quantizes its input (``Format.activation``); None: it takes the model's dtype."""
+        return format.activation if format else None
+
+    @abstractmethod
+    def layout_bytes(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that :meth:`finish` adds to the parameters."""
 
     @abstractmethod
     def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from requant.formats.base import Format, QuantizedTensor
-from requant.kernels.table import lookup
+from requant.kernels.table import layout_bytes, lookup
 from requant.layers.base import QuantizableLayer, empty_parameter, not_finished
 from requant.parallel import Placement
 from requant.recipe.layer import LayerNames
@@ -84,6 +84,10 @@ class Linear(QuantizableLayer):
         self.bias = None
         if any(part.bias for part in self.parts):
             self.bias = nn.Parameter(torch.zeros(n, dtype=dtype, device=device), requires_grad=False)
+
+    def layout_bytes(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> int:
+        """See :meth:`QuantizableLayer.layout_bytes`."""
+        return layout_bytes(device, self.out_features, self.in_features) if format else 0
 
     def finish(self) -> None:
         """Ask the kernel table for the forward of this format, which lays the weight out."""

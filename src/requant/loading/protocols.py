@@ -1,5 +1,6 @@
 """What loading asks of a model's modules; :mod:`requant.layers` satisfies it without being imported here."""
 
+from collections.abc import Container
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,8 +28,9 @@ class PlainModule(Protocol):
 class QuantizableModule(Protocol):
     """A module that a recipe can reach. It owns no weight until :meth:`build` says in which format.
 
-    ``placements`` with ``parameter == "weight"`` are the parts; each is a matrix [n, K] of the checkpoint, and
-    they stack along N in the order of ``names.parts``. Others (``bias``) are filled as they are.
+    Of its ``placements`` the two-dimensional ones are the parts: matrices [n, K] of the checkpoint. Those of one
+    parameter stack along N in the order in which they are listed, and their scales, which lie in the parameter's
+    name with ``_scale`` behind, likewise. Others (``bias``) are filled as they are.
 
     ``tied``: kept unquantized, the module shares a plain module's parameter (``lm_head`` of a model with tied
     embeddings): it owns no parameter, takes no bytes, and its placements are not read. Quantized, it is a copy of
@@ -38,6 +40,15 @@ class QuantizableModule(Protocol):
     names: LayerNames
     placements: tuple[Placement, ...]
     tied: bool
+
+    def match_checkpoint(self, tensors: Container[str]) -> None:
+        """Choose names and placements for a checkpoint with these tensors; called before they are used."""
+
+    def activation(self, format: Format | None) -> str | None:
+        """How the module quantizes its input when its weight is stored in ``format``; None: it does not."""
+
+    def layout_bytes(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that :meth:`finish` adds on ``device``."""
 
     def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:
         """Create the parameters: ``weight`` and ``weight_scale`` in ``format``, or ``weight`` in ``dtype``."""
