@@ -8,6 +8,7 @@ from rich.console import Console
 
 from requant.formats import FORMATS
 from requant.loading import LayerPlan, Plan
+from requant.loading.storage import Storage
 from requant.recipe import Decision
 from requant.tools.plan import WIDE, render
 
@@ -15,7 +16,7 @@ from requant.tools.plan import WIDE, render
 def row(name: str, format: str | None, pattern: str, reason: str = "") -> LayerPlan:
     return LayerPlan(
         Decision(name, format, pattern, reason),
-        format and FORMATS[format],
+        Storage(FORMATS[format] if format else None, bool(format), reason),
         (name,),
         "BF16",
         "bfloat16",
@@ -37,6 +38,7 @@ def plan() -> Plan:
         device=torch.device("cpu"),
         layers=(*quantized, *kept),
         steps=(),
+        scales=(),
         plain_bytes=5_000_000,
         warnings=("exclude_layer '[x]' matches nothing",),
     )

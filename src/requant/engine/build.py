@@ -88,6 +88,7 @@ def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
         config=raw,
         dtype=_dtype(config.model.dtype, hf_config),
         device=_device(config.parallel),
+        not_loaded=model.not_loaded,
     )
     return Planned(model, plan, hf_config, checkpoint.folder, _max_model_len(config, hf_config))
 

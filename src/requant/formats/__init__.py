@@ -7,7 +7,7 @@ from torch import Tensor
 
 from requant.formats import mxfp4, per_block_fp8, ptpc_fp8
 from requant.formats.base import Format, QuantizedStack, QuantizedTensor
-from requant.formats.check import check_finite, check_matrix, count_nonfinite
+from requant.formats.check import check_finite, check_matrix, count_nan_codes, count_nonfinite
 from requant.recipe import canonical_format
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "QuantizedTensor",
     "check_finite",
     "check_matrix",
+    "count_nan_codes",
     "count_nonfinite",
     "get",
     "quantize",

@@ -28,6 +28,8 @@ class Format:
             ``"fp8_per_token"``, ``"fp8_1x128"``, or None for the model's dtype.
         quantize: The reference: weight [N, K] (bf16, fp16 or fp32) → (data, scale).
         dequantize: The reference: (data, scale, (N, K)) → float32 [N, K].
+        requantizes: Whether a checkpoint's weight in this format may become one in another: dequantized, rounded to
+            bfloat16 and quantized anew. Else it is passed through as it is.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Format:
     activation: str | None
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor, tuple[int, int]], Tensor]
+    requantizes: bool = False
 
     def data_shape(self, n: int, k: int) -> tuple[int, int]:
         """Shape of the stored codes: K is padded to whole groups where several codes share a byte."""

@@ -31,6 +31,13 @@ def count_nonfinite(weight: Tensor) -> Tensor:
     return total
 
 
+def count_nan_codes(codes: Tensor) -> Tensor:
+    """How many stored codes are NaN: int64 [], on their device. Of those of our formats only e4m3 has one (two)."""
+    if codes.dtype != torch.float8_e4m3fn:
+        return torch.zeros((), dtype=torch.int64, device=codes.device)
+    return ((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()
+
+
 def check_finite(weight: Tensor, name: str = "weight") -> None:
     """Refuse a matrix with NaN or infinite values: they would spoil every value that shares their scale.
 

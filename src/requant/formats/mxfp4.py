@@ -71,8 +71,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-def _scale_values(scale: Tensor) -> Tensor:
-    """E8M0 as float32: 2^(e-127), for e = 0 the subnormal 2^-127, for e = 255 NaN."""
+def e8m0_to_float32(scale: Tensor) -> Tensor:
+    """E8M0 (its bytes, uint8 of any shape) as float32: 2^(e-127), for 0 the subnormal 2^-127, for 255 NaN."""
     bits = scale.to(torch.int32) << 23
     bits = torch.where(scale == 0, 0x00400000, bits)
     return torch.where(scale == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
@@ -88,7 +88,7 @@ def dequantize(data: Tensor, scale: Tensor, shape: tuple[int, int]) -> Tensor:
         packed = data[start:stop].to(torch.int32)
         codes = torch.stack((packed & 15, packed >> 4), -1)
         values = table.index_select(0, codes.view(-1)).view(stop - start, groups, GROUP)
-        values.mul_(_scale_values(scale[start:stop])[..., None])
+        values.mul_(e8m0_to_float32(scale[start:stop])[..., None])
         out[start:stop] = values.view(stop - start, groups * GROUP)[:, :k]
     return out
 

@@ -30,4 +30,5 @@ FORMAT = Format(
     activation="fp8_1x128",
     quantize=quantize,
     dequantize=dequantize,
+    requantizes=True,
 )

@@ -1,9 +1,14 @@
 """Every op of the kernel table in plain torch, for any format and device: the contract, and the CPU's path."""
 
+from math import ceil
+
 import torch
 from torch import Tensor
 
+from requant.formats import count_nonfinite
 from requant.formats.base import Format, QuantizedTensor
+from requant.formats.per_block_fp8 import FORMAT as PER_BLOCK
+from requant.formats.rows import row_runs
 from requant.kernels.activation import dequantize_activation, quantize_activation
 from requant.kernels.table import lookup
 
@@ -13,6 +18,21 @@ def quantize(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> Non
     codes, scales = format.quantize(weight)
     data.copy_(codes)
     scale.copy_(scales)
+
+
+def requantize(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor, scale: Tensor, bad: Tensor) -> None:
+    """Dequantize a ``per_block_fp8`` weight, round it to bfloat16 and quantize that; see the table.
+
+    In runs of whole blocks of rows, so that the temporaries stay small.
+    """
+    n, k = codes.shape
+    rows = PER_BLOCK.group[0]
+    for start, stop in row_runs(n, k, rows):
+        blocks = codes_scale[start // rows : ceil(stop / rows)]
+        weight = PER_BLOCK.dequantize(codes[start:stop], blocks, (stop - start, k)).to(torch.bfloat16)
+        bad += count_nonfinite(weight)
+        own = format.group[0]
+        quantize(format, weight, data[start:stop], scale[start // own : ceil(stop / own)])
 
 
 class ReferenceLinear:

@@ -48,6 +48,7 @@ import torch
 # (op, format, device type): "module:function"; "*" matches every format or device. The most specific row wins.
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
+    ("requantize", "*", "*"): "requant.kernels.reference:requantize",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
     ("experts", "*", "*"): "requant.kernels.experts_reference:experts",
     ("dense", "*", "*"): "torch.nn.functional:linear",

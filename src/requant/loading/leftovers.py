@@ -12,13 +12,14 @@ _LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.")
 _SHOWN = 3
 
 
-def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool) -> list[str]:
+def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool, not_loaded: Iterable[str] = ()) -> list[str]:
     """Account for the tensors that fill no parameter.
 
     Args:
         checkpoint: The headers.
         used: Names of the tensors that do.
         tied: The output head shares the embedding, so that an ``lm_head.weight`` is a copy of it.
+        not_loaded: Layers that the model does not run, whose loss is reported elsewhere.
 
     Returns:
         Warnings: tensors of layers behind the model's last one.
@@ -27,12 +28,15 @@ def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool) -> list[
         CheckpointError: A tensor belongs nowhere.
     """
     depth = _depth(used)
+    known = {layer[0] for name in not_loaded if (layer := _LAYER.match(name))}
     unknown: list[str] = []
     beyond: list[str] = []
     for name in checkpoint.tensors:
         if name in used or _BUFFERS.search(name) or (tied and name == "lm_head.weight"):
             continue
         layer = _LAYER.match(name)
+        if layer and layer[0] in known:
+            continue
         if layer and int(layer[2]) >= depth.get(layer[1], int(layer[2]) + 1):
             beyond.append(name)
         else:

@@ -8,6 +8,8 @@ import torch
 from requant.errors import ConfigError
 from requant.formats.base import Format
 from requant.loading.headers import TensorInfo
+from requant.loading.sources import ScalePart, rows_of
+from requant.loading.storage import Storage
 from requant.loading.units import show_bytes
 from requant.parallel import Placement
 from requant.recipe.layer import Decision
@@ -15,31 +17,91 @@ from requant.recipe.layer import Decision
 BUDGET = 1024**3
 """Most bytes that loading takes on the device beside the finished weights."""
 
-# A chunk that is quantized and the float32 temporaries of the reference: no checkpoint takes more than this for
-# each of its bytes, so small ones need less than BUDGET.
+# A chunk that is quantized and the temporaries of the reference, which holds each value a few times in float32: no
+# checkpoint takes more than this for each of its bytes, so small ones need less than BUDGET.
 _TEMPORARIES = 8
-
-SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""The dtypes of the checkpoint that can be loaded, as safetensors spells them."""
+_TEMPORARIES_REQUANTIZING = 32
 
 
 @dataclass(frozen=True)
 class Step:
-    """One tensor of the checkpoint on its way into one parameter.
+    """Rows of one tensor of the checkpoint on their way into one parameter.
 
     Attributes:
         tensor: What is read.
         module: Name of the module that owns the parameter.
-        placement: Which of its rows the tensor fills.
-        format: What the tensor is quantized to; None: cast to the parameter's dtype.
-        scale_offset: Row of the module's ``weight_scale`` where the tensor's scales begin.
+        placement: Which of its rows are filled, and by which rows of the tensor.
+        source: The format that the tensor is in; None: unquantized.
+        format: What the parameter is stored as; None: unquantized.
+        scale_offset: Row of the parameter's scales where those of this tensor begin.
+        scale: Index in :attr:`Plan.scales` of the tensor's scales, where it is dequantized; else None.
     """
 
     tensor: TensorInfo
     module: str
     placement: Placement
+    source: Format | None = None
     format: Format | None = None
     scale_offset: int = 0
+    scale: int | None = None
+
+    @property
+    def converts(self) -> bool:
+        """Whether values are computed: quantized or dequantized, not only copied or cast."""
+        return self.source != self.format
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the tensor."""
+        return self.tensor.nbytes // max(rows_of(self.placement), 1) if self.placement.shape else self.tensor.nbytes
+
+    @property
+    def rows(self) -> int:
+        """How many rows are read."""
+        return self.placement.shape[0] if self.placement.shape else 1
+
+    @property
+    def begin(self) -> int:
+        """Offset of the first byte that is read, within the tensor."""
+        return self.placement.start * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class ScaleStep:
+    """Scales of the checkpoint, read before any weight.
+
+    Attributes:
+        part: What is read.
+        module: Name of the module that owns the weight.
+        parameter: Name of the parameter that holds the scales from now on; "": they are needed only until the weight
+            has been dequantized.
+        offset: The parameter's row where they begin.
+    """
+
+    part: ScalePart
+    module: str
+    parameter: str = ""
+    offset: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.part.tensor.nbytes // max(self.part.tensor.numel, 1) * self.part.shape[1]
+
+    @property
+    def begin(self) -> int:
+        """Offset of the first byte that is read, within the tensor."""
+        return self.part.start * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.part.shape[0] * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -48,17 +110,18 @@ class LayerPlan:
 
     Attributes:
         decision: What the recipe says, and which pattern said it.
-        format: The target; None: the layer is kept.
+        storage: What it is stored as.
         parts: Checkpoint names of the matrices it is made of.
-        source: Their dtype in the checkpoint, as safetensors spells it (several joined by ``+``).
+        source: What they are in the checkpoint: a format's name, or a dtype as safetensors spells it (several joined
+            by ``+``).
         activation: How its input is quantized (``"fp8_per_token"``), or the model's dtype (``"bfloat16"``).
-        bytes_before: Bytes of its matrices in the checkpoint.
+        bytes_before: Bytes of its matrices in the checkpoint, scales included.
         bytes_after: Bytes of its matrices on the device, scales included; 0 for a tied head without a copy.
         layout_bytes: Bytes that the layout step adds to them.
     """
 
     decision: Decision
-    format: Format | None
+    storage: Storage
     parts: tuple[str, ...]
     source: str
     activation: str
@@ -71,6 +134,11 @@ class LayerPlan:
         """The module's name."""
         return self.decision.layer
 
+    @property
+    def format(self) -> Format | None:
+        """What it is stored as; None: unquantized, or not loaded."""
+        return self.storage.format
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -82,7 +150,8 @@ class Plan:
         dtype: The model's dtype.
         device: Where it will run.
         layers: Every layer that a recipe could reach, in the model's order.
-        steps: What is read, in the order of files and offsets.
+        steps: What is read into parameters, in the order of files and offsets.
+        scales: Scales of the checkpoint, which are read first.
         plain_bytes: Bytes on the device of all parameters that no recipe reaches (norms, embeddings, biases).
         unmatched_patterns: Excludes that match nothing.
         warnings: One line each, for the log.
@@ -94,24 +163,25 @@ class Plan:
     device: torch.device
     layers: tuple[LayerPlan, ...]
     steps: tuple[Step, ...]
+    scales: tuple[ScaleStep, ...]
     plain_bytes: int
     unmatched_patterns: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[LayerPlan, ...]:
-        """The layers that become quantized."""
-        return tuple(layer for layer in self.layers if layer.format)
+        """The layers that are quantized while they are loaded."""
+        return tuple(layer for layer in self.layers if layer.storage.quantized)
 
     @property
     def kept(self) -> tuple[LayerPlan, ...]:
         """The layers that keep the source's precision."""
-        return tuple(layer for layer in self.layers if not layer.format)
+        return tuple(layer for layer in self.layers if not layer.storage.quantized)
 
     @property
     def bytes_to_read(self) -> int:
         """Bytes that are read from the checkpoint."""
-        return sum(step.tensor.nbytes for step in self.steps)
+        return sum(step.nbytes for step in self.scales) + sum(step.nbytes for step in self.steps)
 
     @property
     def weight_bytes(self) -> int:
@@ -126,7 +196,8 @@ class Plan:
     @property
     def loading_bytes(self) -> int:
         """Bound of what loading takes beside the finished weights, until it is done."""
-        return min(BUDGET, _TEMPORARIES * self.bytes_to_read)
+        requantizes = any(step.source and step.converts for step in self.steps)
+        return min(BUDGET, (_TEMPORARIES_REQUANTIZING if requantizes else _TEMPORARIES) * self.bytes_to_read)
 
     def device_bytes(self, cache_bytes: int = 0) -> int:
         """Bytes needed on the device: finished weights, and loading's share or, after it, the KV cache's."""
@@ -139,7 +210,7 @@ class Plan:
             "online_quant_config": self.recipe,
             "num_layers": len(self.quantized),
             "layers": [_row(layer, layer.format) for layer in self.quantized if layer.format],
-            "kept": [{"layer": layer.name, "reason": layer.decision.reason} for layer in self.kept],
+            "kept": [{"layer": layer.name, "reason": layer.storage.reason} for layer in self.kept],
             "unmatched_patterns": list(self.unmatched_patterns),
         }
 
@@ -179,4 +250,5 @@ def _row(layer: LayerPlan, format: Format) -> dict[str, Any]:
         "activation": layer.activation,
         "bytes_before": layer.bytes_before,
         "bytes_after": layer.bytes_after,
+        "layout_bytes": layer.layout_bytes,
     }

@@ -3,22 +3,22 @@
 Every error about names, shapes and formats comes from here, before a weight is read.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from requant.errors import CheckpointError
-from requant.formats import FORMATS
-from requant.kernels.table import layout_bytes
-from requant.loading.headers import Checkpoint, TensorInfo
+from requant.loading.headers import Checkpoint
 from requant.loading.leftovers import check_leftovers
-from requant.loading.plan import SOURCE_DTYPES, LayerPlan, Plan, Step
+from requant.loading.plan import LayerPlan, Plan, ScaleStep, Step
 from requant.loading.protocols import PlainModule, QuantizableModule
+from requant.loading.sources import SourcePart, Sources
+from requant.loading.storage import Storage, store
 from requant.parallel import Placement
-from requant.recipe import Decision, Recipe, resolve, source_quantization
+from requant.recipe import Decision, LayerNames, Recipe, resolve, source_quantization
 
 
 def make_plan(
@@ -30,6 +30,7 @@ def make_plan(
     config: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device,
+    not_loaded: Sequence[LayerNames] = (),
 ) -> Plan:
     """Decide every layer, and account for every tensor of the checkpoint and every parameter of the model.
 
@@ -41,93 +42,134 @@ def make_plan(
         config: The checkpoint's ``config.json``.
         dtype: Of activations and of parameters that are not quantized.
         device: Where the model will run.
+        not_loaded: Layers that a recipe could reach and the model does not run, where the checkpoint has them.
 
     Raises:
         CheckpointError: The checkpoint is quantized in a way that is not loaded, a tensor is missing, or has
             another shape or dtype than the model takes, or belongs nowhere.
         RecipeError: The recipe does not fit the model.
     """
-    source_quantization(config)
+    sources = Sources(checkpoint, source_quantization(config))
     reachable = {key: module for key, module in model.named_modules() if isinstance(module, QuantizableModule)}
-    resolution = resolve(recipe, [module.names for module in reachable.values()])
-    planner = _Planner(checkpoint, dtype, device)
+    for module in reachable.values():
+        module.match_checkpoint(checkpoint.tensors)
+    absent = [names for names in not_loaded if f"{names.parts[0]}.weight" in checkpoint.tensors]
+    resolution = resolve(recipe, [*(module.names for module in reachable.values()), *absent])
+    planner = _Planner(sources, dtype, device)
     for key, module in model.named_modules():
         if key in reachable:
             planner.add_layer(key, reachable[key], resolution.decisions[reachable[key].names.module])
         elif isinstance(module, PlainModule):
             planner.add_plain(key, module.placements)
-    leftover = check_leftovers(checkpoint, planner.used, tied=any(module.tied for module in reachable.values()))
-    planner.steps.sort(key=lambda step: (str(step.tensor.file), step.tensor.start))
+    for names in absent:
+        planner.layers.append(_not_loaded(names, resolution.decisions[names.module], checkpoint))
+    leftover = check_leftovers(
+        checkpoint,
+        sources.used,
+        tied=any(module.tied for module in reachable.values()),
+        not_loaded=[names.module for names in absent],
+    )
     return Plan(
         model=name,
         recipe=recipe.to_dict(),
         dtype=dtype,
         device=device,
         layers=tuple(planner.layers),
-        steps=tuple(planner.steps),
+        steps=tuple(sorted(planner.steps, key=lambda step: (str(step.tensor.file), step.tensor.start, step.begin))),
+        scales=tuple(planner.scales),
         plain_bytes=planner.plain_bytes,
         unmatched_patterns=resolution.unmatched_patterns,
-        warnings=(*resolution.warnings, *leftover),
+        warnings=(*resolution.warnings, *_notes(planner.layers), *leftover),
     )
 
 
 class _Planner:
-    """Collects steps and layers, and remembers which tensors found a use."""
+    """Collects steps and layers."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, sources: Sources, dtype: torch.dtype, device: torch.device) -> None:
+        self._sources = sources
         self._dtype = dtype
         self._device = device
         self.layers: list[LayerPlan] = []
         self.steps: list[Step] = []
-        self.used: set[str] = set()
+        self.scales: list[ScaleStep] = []
         self.plain_bytes = 0
 
     def add_layer(self, key: str, module: QuantizableModule, decision: Decision) -> None:
         """Plan a layer that a recipe can reach."""
-        format = FORMATS[decision.format] if decision.format else None
-        weights = [placement for placement in module.placements if placement.parameter == "weight"]
-        infos = [self._find(placement) for placement in weights]
-        shapes = [(placement.shape[0], placement.shape[1]) for placement in weights]
+        matrices = [placement for placement in module.placements if len(placement.shape) == 2]
+        parts = [self._sources.part(placement) for placement in matrices]
+        storage = store(decision, [part.format for part in parts])
+        format = storage.format
         shares = module.tied and format is None
+        after = 0
         if not shares:
-            scale_offset = 0
-            for info, placement, (n, k) in zip(infos, weights, shapes, strict=True):
-                self.steps.append(Step(info, key, placement, format, scale_offset))
-                scale_offset += format.scale_shape(n, k)[0] if format else 0
-            self.add_plain(key, tuple(p for p in module.placements if p.parameter != "weight"))
-        after = sum(format.nbytes(n, k) if format else n * k * self._dtype.itemsize for n, k in shapes)
+            scale_offsets: dict[str, int] = defaultdict(int)
+            for part, placement in zip(parts, matrices, strict=True):
+                n, k = placement.shape
+                self._add_part(key, part, placement, storage, scale_offsets[placement.parameter])
+                if format:
+                    scale_offsets[placement.parameter] += format.scale_shape(n, k)[0]
+                    after += format.nbytes(n, k)
+                else:
+                    after += n * k * (placement.dtype or self._dtype).itemsize
+            self.add_plain(key, [placement for placement in module.placements if len(placement.shape) != 2])
         self.layers.append(
             LayerPlan(
                 decision=decision,
-                format=format,
+                storage=storage,
                 parts=module.names.parts,
-                source="+".join(sorted({info.dtype for info in infos})),
-                activation=(format and format.activation) or str(self._dtype).removeprefix("torch."),
-                bytes_before=sum(info.nbytes for info in infos),
-                bytes_after=0 if shares else after,
-                layout_bytes=sum(layout_bytes(self._device, n, k) for n, k in shapes) if format else 0,
+                source="+".join(sorted({part.name for part in parts})),
+                activation=module.activation(format) or str(self._dtype).removeprefix("torch."),
+                bytes_before=sum(_bytes_before(part, p) for part, p in zip(parts, matrices, strict=True)),
+                bytes_after=after,
+                layout_bytes=module.layout_bytes(format, self._dtype, self._device),
             )
         )
 
-    def add_plain(self, key: str, placements: tuple[Placement, ...]) -> None:
-        """Plan tensors that are cast to the model's dtype."""
+    def add_plain(self, key: str, placements: Iterable[Placement]) -> None:
+        """Plan tensors that are cast to the parameter's dtype."""
         for placement in placements:
-            self.steps.append(Step(self._find(placement), key, placement))
-            self.plain_bytes += prod(placement.shape) * self._dtype.itemsize
+            self.steps.append(Step(self._sources.plain(placement), key, placement))
+            self.plain_bytes += prod(placement.shape) * (placement.dtype or self._dtype).itemsize
 
-    def _find(self, placement: Placement) -> TensorInfo:
-        info = self._checkpoint.tensors.get(placement.tensor)
-        if info is None:
-            raise CheckpointError(f"tensor {placement.tensor} is missing from {self._checkpoint.folder}")
-        if info.shape != placement.shape:
-            raise CheckpointError(
-                f"tensor {info.name} of {info.file} has shape {list(info.shape)}; "
-                f"the model's configuration needs {list(placement.shape)}"
-            )
-        if info.dtype not in SOURCE_DTYPES:
-            raise CheckpointError(
-                f"tensor {info.name} of {info.file} is {info.dtype}; accepted: {', '.join(SOURCE_DTYPES)}"
-            )
-        self.used.add(info.name)
-        return info
+    def _add_part(self, key: str, part: SourcePart, placement: Placement, storage: Storage, scale_offset: int) -> None:
+        scale = None
+        if part.scale is not None:
+            if part.format == storage.format:
+                step = ScaleStep(part.scale, key, f"{placement.parameter}_scale", scale_offset)
+            else:
+                step, scale = ScaleStep(part.scale, key), len(self.scales)
+            self.scales.append(step)
+        self.steps.append(Step(part.tensor, key, placement, part.format, storage.format, scale_offset, scale))
+
+
+def _bytes_before(part: SourcePart, placement: Placement) -> int:
+    step = Step(part.tensor, "", placement)
+    return step.nbytes + (ScaleStep(part.scale, "").nbytes if part.scale else 0)
+
+
+def _not_loaded(names: LayerNames, decision: Decision, checkpoint: Checkpoint) -> LayerPlan:
+    tensors = [checkpoint.tensors[f"{part}.weight"] for part in names.parts if f"{part}.weight" in checkpoint.tensors]
+    return LayerPlan(
+        decision=decision,
+        storage=Storage(None, False, decision.reason),
+        parts=names.parts,
+        source="+".join(sorted({info.dtype for info in tensors})),
+        activation="",
+        bytes_before=sum(info.nbytes for info in tensors),
+        bytes_after=0,
+        layout_bytes=0,
+    )
+
+
+def _notes(layers: Iterable[LayerPlan]) -> list[str]:
+    """One warning for each kind of thing to be told of some layers, however many they are."""
+    told: dict[str, list[str]] = defaultdict(list)
+    for layer in layers:
+        if layer.storage.note:
+            told[layer.storage.note].append(layer.name)
+    return [
+        f"{len(names)} layer{'s' if len(names) > 1 else ''}: {note} ({names[0]}{' first' if len(names) > 1 else ''})"
+        for note, names in told.items()
+    ]

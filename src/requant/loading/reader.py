@@ -77,7 +77,8 @@ class SlabPool:
 class Reader:
     """Reads extents in their order, with several threads; used as a context manager.
 
-    Leaving the context stops and joins every thread and closes every file, however it is left.
+    Leaving the context stops and joins every thread and closes every file, however it is left. Left before every
+    extent was taken, it closes the pool, too: a thread may be waiting for a slab.
 
     Args:
         extents: What to read; none larger than a slab.
@@ -93,6 +94,7 @@ class Reader:
             for i in range(min(threads, len(extents)))
         ]
         self._cursor = 0
+        self._taken = 0
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._done: deque[tuple[int, Tensor] | Exception] = deque()
@@ -106,7 +108,8 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._pool.close()
+        if self._taken < len(self._extents):
+            self._pool.close()
         for thread in self._threads:
             thread.join()
         for descriptor in self._files.values():
@@ -123,6 +126,7 @@ class Reader:
             arrived = self._done.popleft() if self._done else None
         if isinstance(arrived, Exception):
             raise arrived
+        self._taken += arrived is not None
         return arrived
 
     def wait(self) -> tuple[int, Tensor]:

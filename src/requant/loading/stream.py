@@ -2,17 +2,19 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from math import lcm, prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from requant.errors import ConfigError, RequantError
 from requant.loading.headers import TensorInfo
 from requant.loading.lanes import Lane, make_lane
-from requant.loading.plan import Plan, Step
+from requant.loading.plan import Plan
 from requant.loading.progress import Progress
 from requant.loading.protocols import PlainModule, QuantizableModule
 from requant.loading.reader import Extent, Reader, SlabPool
@@ -68,12 +70,17 @@ class LoadResult:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows (of a matrix that is quantized) or elements (of any other tensor) of one step."""
+    """Bytes that are placed at once, and by what.
 
-    step: int
-    start: int
-    stop: int
+    Attributes:
+        extent: What is read.
+        place: Takes it, on the device.
+        timed: Whether placing it counts as quantization.
+    """
+
     extent: Extent
+    place: Callable[[Tensor], None]
+    timed: bool = False
 
 
 def load(
@@ -101,13 +108,14 @@ def load(
     with torch.no_grad():
         _build(plan, model)
         targets = Targets(plan, model)
-        chunks = [chunk for index, step in enumerate(plan.steps) for chunk in _cut(index, step, staging.slab_bytes)]
-        largest = max((chunk.extent.nbytes for chunk in chunks), default=0)
+        phases = _scale_chunks(plan, targets), _weight_chunks(plan, targets, staging.slab_bytes)
+        largest = max((chunk.extent.nbytes for chunks in phases for chunk in chunks), default=0)
         pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
         lane = make_lane(plan.device, pool.release)
-        reader = Reader([chunk.extent for chunk in chunks], pool, staging.threads)
-        with reader, progress or nullcontext():
-            _fill(plan, chunks, reader, lane, targets, progress)
+        with progress or nullcontext():
+            for chunks in filter(None, phases):
+                with Reader([chunk.extent for chunk in chunks], pool, staging.threads) as reader:
+                    _fill(plan, chunks, reader, lane, progress)
         elapsed = lane.finish()
         targets.check_finite()
         elapsed += _finish(plan, model)
@@ -132,21 +140,35 @@ def _build(plan: Plan, model: nn.Module) -> None:
         raise ConfigError(f"the memory of {plan.device} ran out while the model's parameters were made") from error
 
 
-def _cut(index: int, step: Step, limit: int) -> Iterator[_Chunk]:
-    """Cut one tensor into chunks that can be placed by themselves."""
-    info = step.tensor
-    if step.format:
-        rows, align = info.shape[0], step.format.group[0] or info.shape[0]
-    else:
-        rows, align = info.numel, 1
-    row_bytes = info.nbytes // max(rows, 1)
-    for start, stop in row_chunks(rows, row_bytes, limit, align):
-        yield _Chunk(index, start, stop, Extent(info, start * row_bytes, (stop - start) * row_bytes))
+def _scale_chunks(plan: Plan, targets: Targets) -> list[_Chunk]:
+    """The checkpoint's scales, in the order of files and offsets; they are small and never cut."""
+    order = sorted(range(len(plan.scales)), key=lambda i: _position(plan.scales[i].part.tensor, plan.scales[i].begin))
+    return [
+        _Chunk(Extent(step.part.tensor, step.begin, step.nbytes), partial(targets.fill_scale, index))
+        for index, step in ((index, plan.scales[index]) for index in order)
+    ]
 
 
-def _fill(
-    plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, targets: Targets, progress: Progress | None
-) -> None:
+def _position(tensor: TensorInfo, begin: int) -> tuple[str, int]:
+    return str(tensor.file), tensor.start + begin
+
+
+def _weight_chunks(plan: Plan, targets: Targets, limit: int) -> list[_Chunk]:
+    """Everything else, in pieces that can be placed by themselves."""
+    chunks = []
+    for index, step in enumerate(plan.steps):
+        rows, row_bytes, align = step.rows, step.row_bytes, 1
+        if step.source or step.format:
+            align = lcm(*(format.group[0] for format in (step.source, step.format) if format))
+        else:
+            rows, row_bytes = prod(step.placement.shape), step.nbytes // max(prod(step.placement.shape), 1)
+        for start, stop in row_chunks(rows, row_bytes, limit, align):
+            extent = Extent(step.tensor, step.begin + start * row_bytes, (stop - start) * row_bytes)
+            chunks.append(_Chunk(extent, partial(targets.fill, index, start, stop), step.converts))
+    return chunks
+
+
+def _fill(plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, progress: Progress | None) -> None:
     """Place every chunk as it arrives, in whatever order."""
     info: TensorInfo | None = None
     try:
@@ -156,9 +178,9 @@ def _fill(
                 arrived = reader.poll()
             index, slab = arrived or reader.wait()
             chunk = chunks[index]
-            step, info = plan.steps[chunk.step], chunk.extent.tensor
-            with lane.chunk(slab, chunk.extent.nbytes, timed=step.format is not None) as source:
-                targets.fill(chunk.step, chunk.start, chunk.stop, source)
+            info = chunk.extent.tensor
+            with lane.chunk(slab, chunk.extent.nbytes, timed=chunk.timed) as source:
+                chunk.place(source)
             del source  # its memory on the device takes the next chunk
             if progress:
                 progress.advance(chunk.extent.nbytes, info.name)

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import Attention
 from requant.layers.base import PlainLayer, QuantizableLayer
+from requant.recipe.layer import LayerNames
 
 
 class CausalLM(nn.Module):
@@ -19,7 +20,10 @@ class CausalLM(nn.Module):
 
     Attributes:
         config: The transformers configuration it was made from.
+        not_loaded: Layers of its checkpoints that a recipe could reach, and that are not run.
     """
+
+    not_loaded: tuple[LayerNames, ...] = ()
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()

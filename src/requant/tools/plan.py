@@ -48,7 +48,7 @@ def _quantized_table(plan: Plan, every_layer: bool) -> Table:
 def _kept_table(plan: Plan, every_layer: bool) -> Table:
     table = _table("Kept layers", "Layers", "Count >", "Source", "Reason", "Before >", "After >")
     for name, layers in _grouped(plan.kept, every_layer):
-        _add(table, name, layers, layers[0].source, layers[0].decision.reason)
+        _add(table, name, layers, layers[0].source, layers[0].storage.reason)
     return table
 
 
@@ -58,7 +58,7 @@ def _grouped(layers: Sequence[LayerPlan], every_layer: bool) -> list[tuple[str, 
     for layer in layers:
         name = layer.name if every_layer else _INDEX.sub("*", layer.name)
         decision = layer.decision
-        key = (name, layer.source, decision.format, layer.activation, decision.pattern, decision.reason)
+        key = (name, layer.source, decision.format, layer.activation, decision.pattern, layer.storage.reason)
         groups[key].append(layer)
     return [(_joint_name([layer.name for layer in group]), group) for group in groups.values()]
 
