@@ -1,5 +1,6 @@
 """Tiny random transformers models, the same weights in ours, and a loop that steps ours over a paged cache."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,18 +9,22 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from requant.formats.base import Format
 from requant.kernels.attention_batch import AttentionBatch
 from requant.models.base import CausalLM
 from requant.models.registry import model_class
+from requant.parallel import Placement
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -52,6 +57,46 @@ LONGROPE = _rope(
     long_factor=[1.0, 1.5, 3.0, 6.0],
 )
 
+
+def _qwen3_moe(**changes: object) -> PreTrainedConfig:
+    size = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    return _config(Qwen3MoeConfig, **{**size, "norm_topk_prob": True, "num_hidden_layers": 3, **changes})
+
+
+def _deepseek(cls: type[PreTrainedConfig], **changes: object) -> PreTrainedConfig:
+    size = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "routed_scaling_factor": 1.7,
+        "rms_norm_eps": 1e-6,
+        "head_dim": 8,
+    }
+    return _config(cls, **{**size, **changes})
+
+
+DEEPSEEK_YARN = _rope(
+    "yarn",
+    factor=8.0,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+    beta_fast=32,
+    beta_slow=1,
+    original_max_position_embeddings=16,
+)
+
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _config(LlamaConfig),
     "llama-tied": lambda: _config(LlamaConfig, tie_word_embeddings=True),
@@ -74,6 +119,23 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         head_dim=16,
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=16),
     ),
+    "qwen3-moe": lambda: _qwen3_moe(),
+    "qwen3-moe-one-expert": lambda: _qwen3_moe(num_experts_per_tok=1, norm_topk_prob=False),
+    "qwen3-moe-mlp-only": lambda: _qwen3_moe(mlp_only_layers=[1], norm_topk_prob=False, attention_bias=True),
+    "qwen3-moe-sparse-step": lambda: _qwen3_moe(decoder_sparse_step=2, tie_word_embeddings=True),
+    "qwen3-moe-window": lambda: _qwen3_moe(use_sliding_window=True, sliding_window=5, hidden_act="gelu"),
+    "deepseek-v2": lambda: _deepseek(DeepseekV2Config, topk_method="group_limited_greedy"),
+    "deepseek-v2-lite": lambda: _deepseek(
+        DeepseekV2Config, topk_method="greedy", q_lora_rank=None, n_group=None, rope_parameters=DEEPSEEK_YARN
+    ),
+    "deepseek-v3": lambda: _deepseek(DeepseekV3Config),
+    "deepseek-v3-yarn": lambda: _deepseek(DeepseekV3Config, rope_parameters=DEEPSEEK_YARN, n_shared_experts=1),
+    "deepseek-v3-plain-queries": lambda: _deepseek(
+        DeepseekV3Config, q_lora_rank=None, rope_interleave=False, attention_bias=True, norm_topk_prob=False
+    ),
+    "deepseek-v3-one-group": lambda: _deepseek(
+        DeepseekV3Config, n_group=1, topk_group=1, first_k_dense_replace=0, num_experts_per_tok=8
+    ),
 }
 
 
@@ -87,28 +149,60 @@ def reference(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> P
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 1.0 if parameter.ndim == 1 else parameter.shape[1] ** -0.5
             parameter.copy_(1 + 0.3 * noise if "norm" in name else scale * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype)
+
+
+def per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names of public checkpoints: a tensor for each matrix of each expert, where transformers has one for all."""
+    out = {}
+    for name, tensor in state.items():
+        owner, _, last = name.rpartition(".")
+        if not owner.endswith(".experts"):
+            out[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                out[f"{owner}.{expert}.{part}.weight"] = rows
+    return out
+
+
+def piece(placement: Placement, state: dict[str, Tensor]) -> Tensor:
+    """What a placement takes from its tensor."""
+    source = state[placement.tensor]
+    assert tuple(source.shape) == (placement.whole or placement.shape), placement
+    return source.reshape(-1, *placement.shape[1:])[placement.start :][: placement.shape[0]]
+
+
+def rows_of(parameter: Tensor, placement: Placement) -> Tensor:
+    """Where a placement puts it."""
+    return parameter.data.view(-1, *parameter.shape[parameter.ndim - len(placement.shape) + 1 :])[placement.offset :]
 
 
 def fill(module: torch.nn.Module, state: dict[str, Tensor]) -> None:
     """Copy checkpoint tensors into a built module's parameters, as its placements say."""
     for placement in module.placements:
-        source = state[placement.tensor]
-        assert tuple(source.shape) == placement.shape, placement
-        rows = slice(placement.offset, placement.offset + source.shape[0])
-        getattr(module, placement.parameter).data[rows].copy_(source)
+        source = piece(placement, state)
+        rows_of(getattr(module, placement.parameter), placement)[: source.shape[0]].copy_(source)
 
 
 def ours(
-    theirs: PreTrainedModel, dtype: torch.dtype = torch.float32, formats: dict[str, Format] | None = None
+    theirs: PreTrainedModel,
+    dtype: torch.dtype = torch.float32,
+    formats: dict[str, Format] | None = None,
+    state: dict[str, Tensor] | None = None,
 ) -> CausalLM:
     """Our model with their weights, some layers quantized by the formats' references."""
     model = model_class(theirs.config.architectures)(theirs.config)
-    state = theirs.state_dict()
+    state = state or theirs.state_dict()
     for layer in model.plain():
         layer.build(dtype, CPU)
         fill(layer, state)
     for layer in model.quantizable():
+        layer.match_checkpoint(state)
         format = (formats or {}).get(layer.names.module)
         layer.build(format, dtype, CPU)
         if format is not None:
@@ -120,17 +214,19 @@ def ours(
 
 
 def quantize(layer: torch.nn.Module, format: Format, state: dict[str, Tensor]) -> None:
-    """Fill a built quantized linear layer, part by part."""
-    scale_row = 0
+    """Fill a built quantized layer, part by part."""
+    scale_row: dict[str, int] = defaultdict(int)
     for placement in layer.placements:
-        source = state[placement.tensor]
-        if placement.parameter != "weight":
-            getattr(layer, placement.parameter).data[placement.offset :][: source.shape[0]].copy_(source)
+        source, name = piece(placement, state), placement.parameter
+        target = rows_of(getattr(layer, name), placement)
+        if len(placement.shape) != 2:
+            target[: source.shape[0]].copy_(source)
             continue
         data, scale = format.quantize(source)
-        layer.weight.data[placement.offset :][: data.shape[0]].copy_(data)
-        layer.weight_scale.data[scale_row:][: scale.shape[0]].copy_(scale)
-        scale_row += scale.shape[0]
+        target[: data.shape[0]].copy_(data)
+        scales = getattr(layer, f"{name}_scale").data
+        scales.view(-1, scales.shape[-1])[scale_row[name] :][: scale.shape[0]].copy_(scale)
+        scale_row[name] += scale.shape[0]
 
 
 @dataclass
@@ -193,6 +289,7 @@ class TinyModels:
     cases = CASES
     reference = staticmethod(reference)
     ours = staticmethod(ours)
+    per_expert = staticmethod(per_expert)
     stepper = Stepper
 
 

@@ -1,10 +1,13 @@
 """What a model looks like to a recipe and to loading: names, placements, no weights, refusals."""
 
+from math import prod
+
 import pytest
+import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from requant.errors import ModelError
-from requant.models.decoder import sliding_windows
+from requant.models.attention import sliding_windows
 from requant.models.llama import LlamaForCausalLM, MistralForCausalLM
 from requant.models.qwen3 import Qwen3ForCausalLM
 from requant.models.registry import model_class
@@ -35,12 +38,79 @@ def test_a_layers_name_is_its_path(tiny, case):
 
 
 def test_placements_are_exactly_the_checkpoint(pair):
+    """Every tensor, each of its values once."""
     theirs, model = pair
     wanted = [p for layer in model.plain() for p in layer.placements]
     wanted += [p for layer in model.quantizable() if not layer.tied for p in layer.placements]
     shapes = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
-    assert {p.tensor: p.shape for p in wanted} == shapes
-    assert len(wanted) == len(shapes)
+    shapes |= {n: tuple(b.shape) for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias")}
+    assert {p.tensor: p.whole or p.shape for p in wanted} == shapes
+    assert sum(prod(p.shape) for p in wanted) == sum(prod(shape) for shape in shapes.values())
+    assert len({(p.tensor, p.start) for p in wanted}) == len(wanted)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe-mlp-only", "deepseek-v3"])
+def test_both_layouts_of_expert_weights_give_the_same_model(tiny, case):
+    theirs = tiny.reference(tiny.cases[case]())
+    state = tiny.per_expert(theirs.state_dict())
+    assert any(name.endswith("experts.5.up_proj.weight") for name in state)
+    one, other = tiny.ours(theirs), tiny.ours(theirs, state=state)
+    parameters = dict(other.named_parameters())
+    assert list(parameters) == [name for name, _ in one.named_parameters()]
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, parameters[name]), name
+
+
+ATTENTION = {
+    "qwen3-moe": ["qkv_proj", "o_proj"],
+    "deepseek-v3": ["fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"],
+    "deepseek-v2-lite": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+DENSE = ["gate_up_proj", "down_proj"]
+SPARSE = {
+    "qwen3-moe": ["gate", "experts"],
+    "deepseek-v3": ["gate", "experts", "shared_experts.gate_up_proj", "shared_experts.down_proj"],
+}
+
+
+def _layer_names(case: str, index: int, dense: bool) -> list[str]:
+    mlp = DENSE if dense else SPARSE.get(case, SPARSE["deepseek-v3"])
+    attention = [f"model.layers.{index}.self_attn.{name}" for name in ATTENTION[case]]
+    return attention + [f"model.layers.{index}.mlp.{name}" for name in mlp]
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_names_of_models_with_experts_are_vllms(tiny, case):
+    config = tiny.cases[case]()
+    model = model_class([type(config).__name__.replace("Config", "ForCausalLM")])(config)
+    dense = 0 if case == "qwen3-moe" else 1
+    expected = [name for i in range(3) for name in _layer_names(case, i, i < dense)]
+    layers = list(model.quantizable())
+    assert [layer.names.module for layer in layers] == [*expected, "lm_head"]
+    protected = {layer.names.module: layer.names.protected for layer in layers if layer.names.protected}
+    assert protected == {f"model.layers.{i}.mlp.gate": "MoE router" for i in range(dense, 3)} | {"lm_head": "lm_head"}
+    experts = next(layer for layer in layers if layer.names.module == "model.layers.2.mlp.experts")
+    assert experts.names.parts[:4] == tuple(
+        f"model.layers.2.mlp.experts.{part}" for part in ("0.gate_proj", "0.up_proj", "0.down_proj", "1.gate_proj")
+    )
+
+
+def test_mtp_layers_are_named_and_not_loaded(tiny):
+    config = tiny.cases["deepseek-v3"]()
+    config.num_nextn_predict_layers = 2
+    model = model_class(["DeepseekV3ForCausalLM"])(config)
+    expected = []
+    for i in (3, 4):
+        expected += [f"model.layers.{i}.eh_proj", *_layer_names("deepseek-v3", i, False)]
+        expected.append(f"model.layers.{i}.shared_head.head")
+    assert [names.module for names in model.not_loaded] == expected
+    assert {names.not_loaded for names in model.not_loaded} == {"an MTP layer, which only speculative decoding uses"}
+    assert [names.protected for names in model.not_loaded if names.protected] == [
+        "MTP eh_proj",
+        "MoE router",
+        "MTP shared_head.head",
+    ] * 2
+    assert len(list(model.children())) == 2  # nothing of them is in the model
 
 
 def test_constructing_makes_no_parameters(tiny):
@@ -64,16 +134,17 @@ def test_registry_names_what_it_knows():
         model_class(["GPT2LMHeadModel"])
     assert str(raised.value) == (
         "unknown architecture (GPT2LMHeadModel); "
-        "known: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+        "known: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
     )
     for nothing in (None, []):
-        with pytest.raises(ModelError, match=r"unknown architecture \(none given\); known: Llama"):
+        with pytest.raises(ModelError, match=r"unknown architecture \(none given\); known: DeepseekV2ForCausalLM"):
             model_class(nothing)
 
 
 @pytest.mark.parametrize("given", [5, [5], [["LlamaForCausalLM"]], {"a": 1}, "GPT2LMHeadModel"])
 def test_registry_takes_whatever_a_file_may_hold(given):
-    with pytest.raises(ModelError, match=r"unknown architecture \(.+\); known: Llama"):
+    with pytest.raises(ModelError, match=r"unknown architecture \(.+\); known: DeepseekV2ForCausalLM"):
         model_class(given)
     assert model_class("MistralForCausalLM") is MistralForCausalLM
 
@@ -117,4 +188,31 @@ def test_refusals(cls, changes, message):
     model = Qwen3ForCausalLM if cls is Qwen3Config else LlamaForCausalLM
     with pytest.raises(ModelError, match=message) as raised:
         model(config)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; accepted: 1 to 6 experts to choose from"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; accepted: 1 or more"),
+        ("qwen3-moe", {"hidden_act": "swoosh"}, "hidden_act 'swoosh' is not known"),
+        ("deepseek-v3", {"n_group": 3}, "n_group 3 does not divide the 8 experts"),
+        ("deepseek-v3", {"topk_group": 5}, "topk_group is 5; accepted: 1 to n_group, 4"),
+        ("deepseek-v3", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5; accepted: 1 to 4 experts"),
+        ("deepseek-v3", {"n_group": 8}, "groups of 1 experts are too small"),
+        ("deepseek-v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; accepted: noaux_tc"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; accepted: sigmoid"),
+        ("deepseek-v2", {"topk_method": "best"}, "topk_method is 'best'; accepted: greedy, group_limited_greedy"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
+        ("deepseek-v2", {"n_group": None}, "n_group is not given"),
+    ],
+)
+def test_refusals_of_models_with_experts(tiny, case, changes, message):
+    config = tiny.cases[case]()
+    for key, value in changes.items():
+        object.__setattr__(config, key, value)
+    name = type(config).__name__.replace("Config", "ForCausalLM")
+    with pytest.raises(ModelError, match=message) as raised:
+        model_class([name])(config)
     assert "\n" not in str(raised.value)

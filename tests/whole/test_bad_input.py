@@ -78,8 +78,11 @@ def test_models_that_are_not_there(refused: Callable[..., str], model: str) -> N
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture (GPT2LMHeadModel); known: LlamaForCausalLM"),
-        ({"architectures": 5}, "unknown architecture (5); known: LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "unknown architecture (GPT2LMHeadModel); known: DeepseekV2ForCausalLM",
+        ),
+        ({"architectures": 5}, "unknown architecture (5); known: DeepseekV2ForCausalLM"),
         ({"architectures": [["LlamaForCausalLM"]]}, "unknown architecture"),
         ({"architectures": None}, "unknown architecture (none given)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),

@@ -1,6 +1,7 @@
 """Paged attention in plain torch: the contract, and what runs on a CPU.
 
-Legend: T tokens, B sequences, Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, L cached tokens.
+Legend: T tokens, B sequences, Hq query heads, Hk key/value heads, G = Hq / Hk, D and Dv sizes of keys and values, L
+cached tokens.
 """
 
 import torch
@@ -18,13 +19,14 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
     Args:
         k: [T, Hk, D].
-        v: Likewise.
+        v: [T, Hk, Dv].
         k_cache: [pages, block_size, Hk, D]; the last page is a spare one that holds no sequence's tokens.
-        v_cache: Likewise.
+        v_cache: [pages, block_size, Hk, Dv].
         slots: int64 [T], page · block_size + offset; -1: nowhere, which is here the spare page's last slot.
     """
     for x, cache in ((k, k_cache), (v, v_cache)):
-        cache.flatten(0, 1)[slots] = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        # A view, never a copy: both caches are whole in their first two dimensions.
+        cache.view(-1, *cache.shape[2:])[slots] = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def attention(
@@ -35,13 +37,13 @@ def attention(
     Args:
         q: [T, Hq, D].
         k_cache: [pages, block_size, Hk, D].
-        v_cache: Likewise.
+        v_cache: [pages, block_size, Hk, Dv].
         batch: The queries of a sequence are its last tokens.
         scale: Factor on the scores.
         sliding_window: A query sees this many tokens, itself included; None: all before it.
 
     Returns:
-        [T, Hq, D] in q's dtype.
+        [T, Hq, Dv] in q's dtype.
     """
     if batch.max_query == 1 and q.shape[0] == batch.context_lens.shape[0]:
         return _decode(
@@ -49,7 +51,7 @@ def attention(
         )
     starts, lens = batch.query_start.tolist(), batch.context_lens.tolist()
     single = [b for b in range(len(lens)) if starts[b + 1] - starts[b] == 1]
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], v_cache.shape[3]))
     if single:
         rows, index = [starts[b] for b in single], torch.tensor(single, device=q.device)
         tables, context = batch.block_tables[index], batch.context_lens[index]
@@ -85,13 +87,13 @@ def _decode(
     # The G queries that share a key stand where other callers have tokens: nothing is repeated.
     grouped = _exact(q).reshape(batch, kv_heads, heads // kv_heads, dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
-    return out.reshape(batch, heads, dim).to(q.dtype)
+    return out.reshape(batch, heads, -1).to(q.dtype)
 
 
 def _prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, length: int, scale: float, window: int | None
 ) -> Tensor:
-    """The last n of one sequence's ``length`` tokens: q [n, Hq, D] → [n, Hq, D]."""
+    """The last n of one sequence's ``length`` tokens: q [n, Hq, D] → [n, Hq, Dv]."""
     n, pages = q.shape[0], table[: -(-length // k_cache.shape[1])]
     k = _gather(k_cache, pages)[:length].transpose(0, 1)[None]  # [1, Hk, L, D]
     v = _gather(v_cache, pages)[:length].transpose(0, 1)[None]

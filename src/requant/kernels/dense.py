@@ -5,6 +5,7 @@ remainder in its innermost tile. A last-bit difference matters here: where the n
 move a value across a rounding boundary, and a request's tokens would depend on what else is in the batch.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,3 +18,13 @@ def dense(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.shape[0]
     missing = -rows % _ROWS
     return F.linear(F.pad(x, (0, 0, 0, missing)), weight)[:rows] if missing else F.linear(x, weight)
+
+
+def dense_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """The product of x [H, M, K] and ``weight`` [H, N, K], head by head: [H, M, N]."""
+    return torch.stack([dense(rows, matrix) for rows, matrix in zip(x, weight, strict=True)])
+
+
+def dense_heads_batched(x: Tensor, weight: Tensor) -> Tensor:
+    """As :func:`dense_heads`, for devices where one launch for all heads matters more than how rows are grouped."""
+    return torch.bmm(x, weight.transpose(1, 2))

@@ -26,6 +26,9 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
 ``dense(x: Tensor, weight: Tensor) -> Tensor``
     x [M, K] · ``weight`` [N, K] transposed → [M, N], floating point, unquantized. Looked up as ``"*"``.
 
+``dense_heads(x: Tensor, weight: Tensor) -> Tensor``
+    x [H, M, K] · ``weight`` [H, N, K] transposed, head by head → [H, M, N]. Looked up as ``"*"``.
+
 ``attention(q, k_cache, v_cache, batch: AttentionBatch, scale: float, sliding_window: int | None) -> Tensor``
     Causal attention of q [T, Hq, D] over the paged caches [pages, block_size, Hk, D] and [pages, block_size, Hk, Dv],
     which already hold this step's keys and values → [T, Hq, Dv]. ``v_cache`` may be the first Dv features of
@@ -53,6 +56,8 @@ _ROWS: dict[tuple[str, str, str], str] = {
     ("experts", "*", "*"): "requant.kernels.experts_reference:experts",
     ("dense", "*", "*"): "torch.nn.functional:linear",
     ("dense", "*", "cpu"): "requant.kernels.dense:dense",
+    ("dense_heads", "*", "*"): "requant.kernels.dense:dense_heads_batched",
+    ("dense_heads", "*", "cpu"): "requant.kernels.dense:dense_heads",
     ("kv_write", "*", "*"): "requant.kernels.attention_reference:kv_write",
     ("kv_write", "*", "cuda"): "requant.kernels.triton.kv_write:kv_write",
     ("attention", "*", "*"): "requant.kernels.attention_reference:attention",

@@ -1,4 +1,6 @@
-"""Causal attention over a paged KV cache."""
+"""Causal attention over a paged KV cache: of keys and values per head, and of one latent vector for all heads."""
+
+from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,33 @@ from requant.kernels.attention_batch import AttentionBatch
 from requant.kernels.table import lookup
 
 
-class Attention(nn.Module):
+class CachedAttention(nn.Module):
+    """Attention that keeps something of every token.
+
+    Attributes:
+        kv_cache: The cache, of :meth:`kv_cache_shape` in the model's dtype, bound by whoever owns the memory; None
+            until then. It must be allocated finite (zeros), and the reference's ``kv_write`` keeps it so: it reads
+            and masks slots behind a sequence's end, which the GPU's kernels never read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_cache: Tensor | None = None
+
+    @abstractmethod
+    def kv_cache_shape(self, num_pages: int, block_size: int) -> tuple[int, ...]:
+        """Shape of ``kv_cache`` for ``num_pages`` usable pages.
+
+        The page behind the usable ones takes what is written nowhere: slot -1 is the last slot of the cache, so
+        that padding needs neither a mask nor a look at the slots' values, which a CUDA graph could not take.
+        """
+
+    @abstractmethod
+    def kv_cache_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in this layer."""
+
+
+class Attention(CachedAttention):
     """Writes a step's keys and values into the cache, and attends over it.
 
     Args:
@@ -16,11 +44,6 @@ class Attention(nn.Module):
         head_dim: D.
         scale: Factor on the scores.
         sliding_window: A query sees this many tokens, itself included; None: all before it.
-
-    Attributes:
-        kv_cache: Keys and values of :meth:`kv_cache_shape`, in the model's dtype, bound by whoever owns the
-            memory; None until then. It must be allocated finite (zeros), and the reference's ``kv_write``
-            keeps it so: it reads and masks slots behind a sequence's end, which the GPU's kernels never read.
     """
 
     def __init__(
@@ -32,14 +55,9 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.sliding_window = sliding_window
-        self.kv_cache: Tensor | None = None
 
     def kv_cache_shape(self, num_pages: int, block_size: int) -> tuple[int, ...]:
-        """Shape of ``kv_cache`` for ``num_pages`` usable pages: [2, num_pages + 1, block_size, Hk, D].
-
-        The page behind the usable ones takes what is written nowhere: slot -1 is the last slot of the cache, so
-        that padding needs neither a mask nor a look at the slots' values, which a CUDA graph could not take.
-        """
+        """[2, num_pages + 1, block_size, Hk, D]; see :meth:`CachedAttention.kv_cache_shape`."""
         return 2, num_pages + 1, block_size, self.num_kv_heads, self.head_dim
 
     def kv_cache_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -64,3 +82,50 @@ class Attention(nn.Module):
         lookup("kv_write", "*", device)(k, v, k_cache, v_cache, batch.slots)
         attend = lookup("attention", "*", device)
         return attend(q, k_cache, v_cache, batch, self.scale, self.sliding_window).flatten(1)
+
+
+class LatentAttention(CachedAttention):
+    """Multi-head latent attention in its absorbed form (DeepSeek-V2, https://arxiv.org/abs/2405.04434, §2.1).
+
+    The cache holds one latent vector and one rotated key a token, for all heads. Queries come projected into the
+    latent space, where the latent vector is key and value at once.
+
+    Args:
+        num_heads: Hq.
+        latent_size: R, size of the latent vector.
+        rope_size: P, size of the rotated part.
+        scale: Factor on the scores.
+    """
+
+    def __init__(self, num_heads: int, latent_size: int, rope_size: int, scale: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.latent_size = latent_size
+        self.rope_size = rope_size
+        self.scale = scale
+
+    def kv_cache_shape(self, num_pages: int, block_size: int) -> tuple[int, ...]:
+        """[num_pages + 1, block_size, 1, R + P]; see :meth:`CachedAttention.kv_cache_shape`."""
+        return num_pages + 1, block_size, 1, self.latent_size + self.rope_size
+
+    def kv_cache_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's latent vector and rotated key."""
+        return (self.latent_size + self.rope_size) * dtype.itemsize
+
+    def forward(self, q: Tensor, latent: Tensor, rope: Tensor, batch: AttentionBatch) -> Tensor:
+        """Attend with this step's queries.
+
+        Args:
+            q: [T, Hq, R + P], the part in the latent space first.
+            latent: [T, R].
+            rope: [T, P].
+            batch: Which tokens belong to which sequence, and where the cache has them.
+
+        Returns:
+            [T, Hq, R], in the latent space.
+        """
+        assert self.kv_cache is not None, "no kv_cache is bound"
+        cache, device = self.kv_cache, q.device.type
+        values, keys = cache.split([self.latent_size, self.rope_size], dim=-1)
+        lookup("kv_write", "*", device)(latent[:, None], rope[:, None], values, keys, batch.slots)
+        return lookup("attention", "*", device)(q, cache, values, batch, self.scale, None)

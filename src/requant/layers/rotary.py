@@ -1,4 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), rotating the two halves of a head.
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), of the two halves of a head or of neighbours.
 
 How a variant spreads its frequencies is transformers' own business: they are taken from its
 ``ROPE_INIT_FUNCTIONS``, computed once, on the CPU, and are then the same on every device.
@@ -71,6 +71,21 @@ def _frequencies(config: object, parameters: dict, rope_type: str, head_dim: int
     longest = config.max_position_embeddings  # type: ignore[attr-defined]
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=longest)
     return inv_freq.float(), float(scaling)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every head of x [T, heads, R], whose features 2i and 2i + 1 belong together.
+
+    The result has all first features before all second ones, which a score does not see as long as queries and keys
+    both come from here.
+
+    Args:
+        x: Queries or keys.
+        cos: [T, 1, R/2] in x's dtype.
+        sin: Likewise.
+    """
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from requant.kernels.attention_batch import AttentionBatch
-from requant.layers.attention import Attention
+from requant.layers.attention import CachedAttention
 from requant.layers.base import PlainLayer, QuantizableLayer
 from requant.recipe.layer import LayerNames
 
@@ -54,6 +54,6 @@ class CausalLM(nn.Module):
         """All other layers that must be built, in the model's order."""
         return (module for module in self.modules() if isinstance(module, PlainLayer))
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[CachedAttention]:
         """The layers that want a KV cache, in the model's order."""
-        return [module for module in self.modules() if isinstance(module, Attention)]
+        return [module for module in self.modules() if isinstance(module, CachedAttention)]

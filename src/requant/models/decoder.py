@@ -1,22 +1,108 @@
-"""The dense decoder that Llama, Mistral and Qwen share; a family says what differs, as data.
+"""The decoder that every family here is: attention and MLP behind norms and beside residuals, over and over.
 
-Legend: T tokens of a step, H hidden size, Hq and Hk query and key/value heads, D head size.
+A family says what stands in a layer; the dense ones of Llama and Qwen say it as :class:`DecoderOptions`.
+
+Legend: T tokens of a step, H hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
-from requant.errors import ModelError
 from requant.kernels.attention_batch import AttentionBatch
-from requant.layers.attention import Attention
 from requant.layers.embedding import Embedding, OutputHead
-from requant.layers.linear import merged_linear, plain_linear, qkv_linear
 from requant.layers.norm import RMSNorm
-from requant.layers.rotary import RotaryEmbedding, rotate
+from requant.layers.rotary import RotaryEmbedding
+from requant.models.attention import SelfAttention, head_size, sliding_windows
 from requant.models.base import CausalLM
+from requant.models.mlp import Mlp
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual.
+
+    Args:
+        name: The module's name (``model.layers.0``).
+        config: The transformers configuration.
+        self_attn: (hidden [T, H], (cos, sin), batch) → [T, H].
+        mlp: [T, H] → [T, H].
+    """
+
+    def __init__(self, name: str, config: PreTrainedConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(
+            f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps
+        )
+        self.mlp = mlp
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, rope: tuple[Tensor, Tensor], batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(output of the last layer, what it is to be added to) → the same of this layer, each [T, H].
+
+        The addition is left to the next norm, which does both at once; the first layer has no ``residual``.
+        """
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, rope, batch)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+MakeLayer = Callable[[str, int], DecoderLayer]
+"""(name, index) → the layer."""
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers and final norm: everything but the head."""
+
+    def __init__(self, config: PreTrainedConfig, name: str, make_layer: MakeLayer, rotary_emb: RotaryEmbedding) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(f"{name}.embed_tokens", config.vocab_size, config.hidden_size)
+        self.rotary_emb = rotary_emb
+        self.layers = nn.ModuleList(make_layer(f"{name}.layers.{i}", i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(f"{name}.norm", config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """See :meth:`CausalLM.forward`."""
+        hidden, residual = self.embed_tokens(input_ids), None
+        rope = self.rotary_emb(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, rope, batch)
+        return self.norm(hidden, residual)[0]
+
+
+class DecoderCausalLM(CausalLM):
+    """A decoder with an output head, which may be tied to the embedding.
+
+    Args:
+        config: The transformers configuration.
+        make_layer: What stands in a layer.
+        rope_size: Size of the heads that are rotated.
+
+    Raises:
+        ModelError: The configuration asks for something that requant does not run.
+    """
+
+    def __init__(self, config: PreTrainedConfig, make_layer: MakeLayer, rope_size: int) -> None:
+        super().__init__(config)
+        self.model = DecoderModel(config, "model", make_layer, RotaryEmbedding(config, rope_size))
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = OutputHead("lm_head", config.vocab_size, config.hidden_size, tied_to)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """See :meth:`CausalLM.forward`."""
+        return self.model(input_ids, positions, batch)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See :meth:`CausalLM.compute_logits`."""
+        return self.lm_head(hidden).float()
 
 
 @dataclass(frozen=True)
@@ -39,107 +125,8 @@ class DecoderOptions:
     attention: str = "full_attention"
 
 
-class SelfAttention(nn.Module):
-    """Projections, rotation and attention of one layer."""
-
-    def __init__(self, config: PreTrainedConfig, options: DecoderOptions, name: str, window: int | None) -> None:
-        super().__init__()
-        hidden, self.head_dim = config.hidden_size, head_size(config)
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
-            )
-        self.qkv_proj = qkv_linear(
-            f"{name}.qkv_proj", hidden, self.num_heads, self.num_kv_heads, self.head_dim, options.qkv_bias
-        )
-        self.o_proj = plain_linear(f"{name}.o_proj", self.num_heads * self.head_dim, hidden, options.output_bias)
-        self.q_norm = self.k_norm = None
-        if options.qk_norm:
-            self.q_norm = RMSNorm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps)
-        self.attn = Attention(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5, window)
-
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
-        """Hidden states [T, H] → [T, H]; ``rope`` is (cos, sin) of the positions."""
-        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(self.attn(rotate(q, *rope), rotate(k, *rope), v, batch))
-
-
-class Mlp(nn.Module):
-    """down(act(gate(x)) · up(x))."""
-
-    def __init__(self, config: PreTrainedConfig, options: DecoderOptions, name: str) -> None:
-        super().__init__()
-        if config.hidden_act not in ACT2FN:
-            raise ModelError(f"hidden_act {config.hidden_act!r} is not known; accepted: {', '.join(sorted(ACT2FN))}")
-        hidden, inner = config.hidden_size, config.intermediate_size
-        rows = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = merged_linear(f"{name}.gate_up_proj", hidden, rows, options.mlp_bias)
-        self.down_proj = plain_linear(f"{name}.down_proj", inner, hidden, options.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[T, H] → [T, H]."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(self.act_fn(gate) * up)
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
-
-    def __init__(self, config: PreTrainedConfig, options: DecoderOptions, name: str, window: int | None) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, options, f"{name}.self_attn", window)
-        self.post_attention_layernorm = RMSNorm(
-            f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps
-        )
-        self.mlp = Mlp(config, options, f"{name}.mlp")
-
-    def forward(
-        self, hidden: Tensor, residual: Tensor | None, rope: tuple[Tensor, Tensor], batch: AttentionBatch
-    ) -> tuple[Tensor, Tensor]:
-        """(output of the last layer, what it is to be added to) → the same of this layer, each [T, H].
-
-        The addition is left to the next norm, which does both at once; the first layer has no ``residual``.
-        """
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, rope, batch)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
-
-
-class DecoderModel(nn.Module):
-    """Embedding, layers and final norm: everything but the head."""
-
-    def __init__(self, config: PreTrainedConfig, options: DecoderOptions, name: str) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(f"{name}.embed_tokens", config.vocab_size, config.hidden_size)
-        self.rotary_emb = RotaryEmbedding(config, head_size(config))
-        windows = sliding_windows(config, options.attention)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, options, f"{name}.layers.{i}", window) for i, window in enumerate(windows)
-        )
-        self.norm = RMSNorm(f"{name}.norm", config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """See :meth:`CausalLM.forward`."""
-        hidden, residual = self.embed_tokens(input_ids), None
-        rope = self.rotary_emb(positions, hidden.dtype)
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rope, batch)
-        return self.norm(hidden, residual)[0]
-
-
-class DenseCausalLM(CausalLM):
-    """A dense decoder with an output head, which may be tied to the embedding.
+class DenseCausalLM(DecoderCausalLM):
+    """A dense decoder with grouped-query attention.
 
     Args:
         config: The transformers configuration.
@@ -150,44 +137,19 @@ class DenseCausalLM(CausalLM):
     """
 
     def __init__(self, config: PreTrainedConfig, options: DecoderOptions) -> None:
-        super().__init__(config)
-        self.model = DecoderModel(config, options, "model")
-        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = OutputHead("lm_head", config.vocab_size, config.hidden_size, tied_to)
+        windows = sliding_windows(config, options.attention)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """See :meth:`CausalLM.forward`."""
-        return self.model(input_ids, positions, batch)
+        def make_layer(name: str, index: int) -> DecoderLayer:
+            attention = SelfAttention(
+                f"{name}.self_attn",
+                config,
+                qkv_bias=options.qkv_bias,
+                output_bias=options.output_bias,
+                qk_norm=options.qk_norm,
+                window=windows[index],
+            )
+            sizes = config.hidden_size, config.intermediate_size
+            mlp = Mlp(f"{name}.mlp", *sizes, config.hidden_act, options.mlp_bias)
+            return DecoderLayer(name, config, attention, mlp)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See :meth:`CausalLM.compute_logits`."""
-        return self.lm_head(hidden).float()
-
-
-def head_size(config: PreTrainedConfig) -> int:
-    """D: the configuration's ``head_dim``, else an even share of the hidden size."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def sliding_windows(config: PreTrainedConfig, default: str) -> list[int | None]:
-    """For each layer the sliding window that its queries see, None for full attention.
-
-    Args:
-        config: ``layer_types`` decides if the configuration has it, and ``sliding_window`` is the size.
-        default: Kind of all layers otherwise.
-
-    Raises:
-        ModelError: A layer is of another kind than full or sliding attention, or slides without a window.
-    """
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window if default == "sliding_attention" else None] * config.num_hidden_layers
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ModelError(f"layer_types has {', '.join(unknown)}; accepted: full_attention, sliding_attention")
-    if len(kinds) != config.num_hidden_layers:
-        raise ModelError(f"layer_types has {len(kinds)} entries for num_hidden_layers {config.num_hidden_layers}")
-    if "sliding_attention" in kinds and not window:
-        raise ModelError("layer_types has sliding_attention, but sliding_window is not given")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        super().__init__(config, make_layer, head_size(config))

@@ -7,10 +7,13 @@ from requant.models.base import CausalLM
 
 # The architecture's name in config.json → "module:class".
 _MODELS: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "requant.models.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "requant.models.deepseek:DeepseekV3ForCausalLM",
     "LlamaForCausalLM": "requant.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "requant.models.llama:MistralForCausalLM",
     "Qwen2ForCausalLM": "requant.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "requant.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "requant.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 

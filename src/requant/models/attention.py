@@ -1,0 +1,94 @@
+"""Grouped-query attention as Llama and Qwen have it.
+
+Legend: T tokens, H hidden size, Hq and Hk query and key/value heads, D head size.
+"""
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from requant.errors import ModelError
+from requant.kernels.attention_batch import AttentionBatch
+from requant.layers.attention import Attention
+from requant.layers.linear import plain_linear, qkv_linear
+from requant.layers.norm import RMSNorm
+from requant.layers.rotary import rotate
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotation and attention of one layer.
+
+    Args:
+        name: The module's name.
+        config: The transformers configuration.
+        qkv_bias: The query, key and value projections have a bias.
+        output_bias: The output projection has one.
+        qk_norm: Queries and keys are normalized head by head, before the rotation.
+        window: The sliding window; None for full attention.
+
+    Raises:
+        ModelError: The heads cannot be grouped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: PreTrainedConfig,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, head_size(config)
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        self.qkv_proj = qkv_linear(
+            f"{name}.qkv_proj", hidden, self.num_heads, self.num_kv_heads, self.head_dim, qkv_bias
+        )
+        self.o_proj = plain_linear(f"{name}.o_proj", self.num_heads * self.head_dim, hidden, output_bias)
+        self.q_norm = self.k_norm = None
+        if qk_norm:
+            self.q_norm = RMSNorm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps)
+        self.attn = Attention(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5, window)
+
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
+        """Hidden states [T, H] → [T, H]; ``rope`` is (cos, sin) of the positions."""
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(self.attn(rotate(q, *rope), rotate(k, *rope), v, batch))
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """D: the configuration's ``head_dim``, else an even share of the hidden size."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def sliding_windows(config: PreTrainedConfig, default: str) -> list[int | None]:
+    """For each layer the sliding window that its queries see, None for full attention.
+
+    Args:
+        config: ``layer_types`` decides if the configuration has it, and ``sliding_window`` is the size.
+        default: Kind of all layers otherwise.
+
+    Raises:
+        ModelError: A layer is of another kind than full or sliding attention, or slides without a window.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window if default == "sliding_attention" else None] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ModelError(f"layer_types has {', '.join(unknown)}; accepted: full_attention, sliding_attention")
+    if len(kinds) != config.num_hidden_layers:
+        raise ModelError(f"layer_types has {len(kinds)} entries for num_hidden_layers {config.num_hidden_layers}")
+    if "sliding_attention" in kinds and not window:
+        raise ModelError("layer_types has sliding_attention, but sliding_window is not given")
+    return [window if kind == "sliding_attention" else None for kind in kinds]

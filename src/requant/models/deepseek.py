@@ -1,0 +1,113 @@
+"""DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and DeepSeek-V3 with R1 (https://arxiv.org/abs/2412.19437)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from requant.errors import ModelError
+from requant.layers.base import QuantizableLayer
+from requant.layers.experts import Experts
+from requant.layers.router import Router
+from requant.layers.routing import Routing
+from requant.models.decoder import DecoderCausalLM, DecoderLayer, MakeLayer
+from requant.models.mla import LatentSelfAttention
+from requant.models.mlp import Mlp, check_activation
+from requant.models.moe import SparseMlp
+from requant.recipe.layer import LayerNames
+
+_MTP = "an MTP layer, which only speculative decoding uses"
+
+
+class DeepseekV2ForCausalLM(DecoderCausalLM):
+    """Latent attention; behind the first dense layers a softmax over experts, of the best groups or of all."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        method = config.topk_method
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ModelError(f"topk_method is {method!r}; accepted: greedy, group_limited_greedy")
+        if config.norm_topk_prob:
+            raise ModelError(
+                "norm_topk_prob is true; of DeepSeek-V2 accepted: false, as its public checkpoints have it"
+            )
+        grouped = method == "group_limited_greedy"
+        routing = Routing(
+            config.n_routed_experts,
+            _given(config, "num_experts_per_tok"),
+            scaling=config.routed_scaling_factor,
+            groups=_given(config, "n_group") if grouped else 1,
+            top_groups=_given(config, "topk_group") if grouped else 1,
+        )
+        super().__init__(config, _layers(config, routing, True, config.mlp_bias), config.qk_rope_head_dim)
+
+
+class DeepseekV3ForCausalLM(DecoderCausalLM):
+    """Latent attention; behind the first dense layers a sigmoid for each expert, with a bias on the choice.
+
+    Checkpoints have ``num_nextn_predict_layers`` more layers behind the last one, for multi-token prediction.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        method, scoring = getattr(config, "topk_method", "noaux_tc"), getattr(config, "scoring_func", "sigmoid")
+        if method != "noaux_tc":
+            raise ModelError(f"topk_method is {method!r}; accepted: noaux_tc")
+        if scoring != "sigmoid":
+            raise ModelError(f"scoring_func is {scoring!r}; accepted: sigmoid")
+        routing = Routing(
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            scoring="sigmoid",
+            renormalize=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+            groups=config.n_group,
+            top_groups=config.topk_group,
+            group_score=2,
+        )
+        make_layer = _layers(config, routing, config.rope_interleave, False, correction_bias=True)
+        super().__init__(config, make_layer, config.qk_rope_head_dim)
+        self.not_loaded = tuple(_mtp_layers(config, make_layer))
+
+
+def _layers(
+    config: PreTrainedConfig, routing: Routing, interleaved: bool, mlp_bias: bool, correction_bias: bool = False
+) -> MakeLayer:
+    check_activation(config.hidden_act)
+
+    def make_layer(name: str, index: int) -> DecoderLayer:
+        attention = LatentSelfAttention(f"{name}.self_attn", config, interleaved)
+        return DecoderLayer(name, config, attention, make_mlp(f"{name}.mlp", index))
+
+    def make_mlp(name: str, index: int) -> nn.Module:
+        hidden, inner, act = config.hidden_size, config.moe_intermediate_size, config.hidden_act
+        if index < config.first_k_dense_replace or index % getattr(config, "moe_layer_freq", 1):
+            return Mlp(name, hidden, config.intermediate_size, act, mlp_bias)
+        shared = config.n_shared_experts
+        return SparseMlp(
+            Router(f"{name}.gate", hidden, routing.num_experts, float32=True, correction_bias=correction_bias),
+            routing,
+            Experts(f"{name}.experts", routing.num_experts, hidden, inner, act),
+            Mlp(f"{name}.shared_experts", hidden, inner * shared, act, mlp_bias) if shared else None,
+        )
+
+    return make_layer
+
+
+def _mtp_layers(config: PreTrainedConfig, make_layer: MakeLayer) -> Iterator[LayerNames]:
+    """What a recipe sees of the layers behind the last one: a decoder layer each, a projection into it and a head."""
+    first = config.num_hidden_layers
+    for index in range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0)):
+        name = f"model.layers.{index}"
+        projection, head = f"{name}.eh_proj", f"{name}.shared_head.head"
+        yield LayerNames(projection, (projection,), protected="MTP eh_proj", not_loaded=_MTP)
+        for module in make_layer(name, index).modules():
+            if isinstance(module, QuantizableLayer):
+                yield replace(module.names, not_loaded=_MTP)
+        yield LayerNames(head, (head,), protected="MTP shared_head.head", not_loaded=_MTP)
+
+
+def _given(config: PreTrainedConfig, field: str) -> int:
+    value = getattr(config, field)
+    if value is None:
+        raise ModelError(f"{field} is not given in config.json; accepted: a number")
+    return value

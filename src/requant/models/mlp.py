@@ -1,0 +1,45 @@
+"""The gated MLP that dense layers and shared experts are.
+
+Legend: T tokens, H hidden size, I inner size.
+"""
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from requant.errors import ModelError
+from requant.layers.linear import merged_linear, plain_linear
+
+
+class Mlp(nn.Module):
+    """down(act(gate(x)) · up(x)).
+
+    Args:
+        name: The module's name.
+        hidden_size: H.
+        inner_size: I.
+        activation: Name of act in transformers' ``ACT2FN``.
+        bias: Whether the three projections have a bias.
+    """
+
+    def __init__(self, name: str, hidden_size: int, inner_size: int, activation: str, bias: bool = False) -> None:
+        super().__init__()
+        check_activation(activation)
+        rows = {"gate_proj": inner_size, "up_proj": inner_size}
+        self.gate_up_proj = merged_linear(f"{name}.gate_up_proj", hidden_size, rows, bias)
+        self.down_proj = plain_linear(f"{name}.down_proj", inner_size, hidden_size, bias)
+        self.act_fn = ACT2FN[activation]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, H] → [T, H]."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def check_activation(name: str) -> None:
+    """Refuse an activation that transformers does not know.
+
+    Raises:
+        ModelError: The message lists those that exist.
+    """
+    if name not in ACT2FN:
+        raise ModelError(f"hidden_act {name!r} is not known; accepted: {', '.join(sorted(ACT2FN))}")

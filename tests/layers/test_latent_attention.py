@@ -1,0 +1,123 @@
+"""Latent attention and its projections, against heads that are computed one by one."""
+
+import pytest
+import torch
+
+from requant.formats import FORMATS, quantize
+from requant.kernels.attention_batch import AttentionBatch
+from requant.layers.attention import LatentAttention
+from requant.layers.latent import LatentProjection
+
+CPU = torch.device("cpu")
+HEADS, LATENT, ROPE, KEY, VALUE = 4, 32, 8, 12, 10
+
+
+def projection(format=None, dtype=torch.float32):
+    layer = LatentProjection("kv_b_proj", HEADS, LATENT, KEY, VALUE)
+    weight = torch.randn(HEADS * (KEY + VALUE), LATENT, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer.build(format, dtype, CPU)
+    if format is None:
+        layer.weight.data.copy_(weight)
+    else:
+        q = quantize(weight, format.name)
+        layer.weight.data.copy_(q.data)
+        layer.weight_scale.data.copy_(q.scale)
+        weight = q.dequantize(dtype)
+    layer.finish()
+    return layer, weight.view(HEADS, KEY + VALUE, LATENT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", [None, *FORMATS.values()])
+def test_projections_use_the_dequantized_values(format, dtype):
+    layer, weight = projection(format, dtype)
+    q, out = torch.randn(5, HEADS, KEY, dtype=dtype), torch.randn(5, HEADS, LATENT, dtype=dtype)
+    for head in range(HEADS):
+        keys, values = weight[head].split([KEY, VALUE])
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+        torch.testing.assert_close(layer.absorb(q)[:, head], q[:, head] @ keys, **tolerance)
+        torch.testing.assert_close(layer.expand(out)[:, head], out[:, head] @ values.T, **tolerance)
+    assert layer.activation(format) is None
+    assert layer.layout_bytes(format, dtype, CPU) == (weight.nbytes if format else 0)
+
+
+def test_a_tokens_projection_does_not_depend_on_the_others():
+    layer, _ = projection()
+    q, out = torch.randn(33, HEADS, KEY), torch.randn(33, HEADS, LATENT)
+    for count in (1, 2, 3, 5, 32):
+        assert torch.equal(layer.absorb(q[:count]), layer.absorb(q)[:count])
+        assert torch.equal(layer.expand(out[:count]), layer.expand(out)[:count])
+
+
+def batch_of(lengths, new, block_size):
+    """The last ``new[b]`` tokens of each sequence, pages in order behind each other."""
+    pages = [-(-length // block_size) for length in lengths]
+    tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    slots, first = [], 0
+    for b, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        tables[b, : pages[b]] = torch.arange(first, first + pages[b], dtype=torch.int32)
+        slots.append(first * block_size + torch.arange(length - count, length))
+        first += pages[b]
+    return AttentionBatch(
+        query_start=torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32),
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=tables,
+        slots=torch.cat(slots),
+        max_query=max(new),
+        max_context=max(lengths),
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("new", [(1, 1, 1), (7, 1, 20), (9, 5, 20)])
+def test_attention_in_the_latent_space(new, device):
+    lengths, block_size = (9, 5, 20), 4
+    generator = torch.Generator().manual_seed(0)
+    layer = LatentAttention(HEADS, LATENT, ROPE, 0.3)
+    shape = layer.kv_cache_shape(16, block_size)
+    assert shape == (17, block_size, 1, LATENT + ROPE)
+    assert layer.kv_cache_bytes_per_token(torch.bfloat16) == 2 * (LATENT + ROPE)
+    layer.kv_cache = torch.zeros(shape, device=device)
+    tokens = [torch.randn(length, LATENT + ROPE, generator=generator) for length in lengths]
+    queries = [torch.randn(count, HEADS, LATENT + ROPE, generator=generator) for count in new]
+
+    def run(counts, q):
+        ends = [length - done for length, done in zip(lengths, (0, 0, 0) if counts is new else new, strict=True)]
+        batch = batch_of(lengths, new, block_size)
+        if counts is not new:  # what came before, written one sequence after the other
+            slots = [batch.block_tables[b, 0].long() * block_size + torch.arange(ends[b]) for b in range(3)]
+            batch = AttentionBatch(
+                query_start=torch.tensor([0, *torch.tensor(ends).cumsum(0).tolist()], dtype=torch.int32),
+                context_lens=torch.tensor(ends, dtype=torch.int32),
+                block_tables=batch.block_tables,
+                slots=torch.cat(slots),
+                max_query=max(ends),
+                max_context=max(ends),
+            )
+            rows = torch.cat([tokens[b][: ends[b]] for b in range(3)])
+        else:
+            rows = torch.cat([tokens[b][lengths[b] - new[b] :] for b in range(3)])
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()}
+        latent, rope = rows.to(device).split([LATENT, ROPE], dim=-1)
+        return layer(q.to(device), latent, rope, AttentionBatch(**moved)).cpu()
+
+    before = [length - count for length, count in zip(lengths, new, strict=True)]
+    if any(before):
+        run(before, torch.zeros(sum(before), HEADS, LATENT + ROPE))
+    got = run(new, torch.cat(queries)).split(list(new))
+    for b in range(3):
+        keys = tokens[b].double()
+        for i in range(new[b]):
+            seen = keys[: lengths[b] - new[b] + i + 1]
+            weights = (queries[b][i].double() @ seen.T * 0.3).softmax(-1)
+            torch.testing.assert_close(got[b][i].double(), weights @ seen[:, :LATENT], rtol=1e-5, atol=1e-5)
+
+
+def test_a_spare_page_takes_what_is_written_nowhere():
+    layer = LatentAttention(HEADS, LATENT, ROPE, 0.3)
+    layer.kv_cache = torch.zeros(layer.kv_cache_shape(2, 4))
+    batch = batch_of((1,), (1,), 4)
+    nowhere = AttentionBatch(**{**vars(batch), "slots": torch.tensor([-1])})
+    layer(torch.randn(1, HEADS, LATENT + ROPE), torch.ones(1, LATENT), torch.full((1, ROPE), torch.nan), nowhere)
+    assert not layer.kv_cache[:2].any()
+    assert torch.equal(layer.kv_cache[2, 3, 0], torch.cat([torch.ones(LATENT), torch.zeros(ROPE)]))
