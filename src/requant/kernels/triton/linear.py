@@ -39,7 +39,7 @@ def linear_ptpc(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
     """
     w, scale = weight.data, weight.scale
     n, k = weight.shape
-    capability = _capability(w.device)
+    capability = capability_of(w.device)
     fp8_units = capability >= (8, 9)
     multiply = partial(w8a8, w_NK=w, w_scale=scale, dtype=dtype, fp8_dot=fp8_units and dtype != torch.float32)
     # The library's row-wise product writes BF16 only and wants 16-byte rows.
@@ -67,7 +67,7 @@ def linear_per_block(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
     w, scale = weight.data, weight.scale
     n, k = weight.shape
     parts = weight.parts or (n,)
-    capability = _capability(w.device)
+    capability = capability_of(w.device)
     fp8_units = capability >= (8, 9)
     multiply = partial(
         w8a8,
@@ -147,6 +147,6 @@ def _library_per_block(w: Tensor, scale: Tensor) -> Forward:
     return forward
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability; a CPU, which only Triton's interpreter brings here, multiplies anything."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)

@@ -33,6 +33,57 @@ def _e4m3_to_f16(code):
     return bits.to(tl.float16, bitcast=True) * 256.0
 
 
+@triton.jit
+def w8a8_tile(
+    x_ptr,
+    w_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    scale_row_ptr,
+    rows_m,
+    rows_n,
+    K,
+    x_scale_stride_m,
+    x_scale_stride_k,
+    w_scale_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """x[rows_m] · w[rows_n]ᵀ with scales, float32 [BLOCK_M, BLOCK_N]; the rows are int64 and may repeat."""
+    offs_k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + rows_m[:, None] * K + offs_k[None, :]
+    w_ptrs = w_ptr + rows_n[:, None] * K + offs_k[None, :]
+    m, n = rows_m[:, None], rows_n[None, :]
+    x_scale_ptrs = x_scale_ptr + m * x_scale_stride_m
+    w_scale_ptrs = w_scale_ptr + (tl.load(scale_row_ptr + n) * w_scale_stride if PER_BLOCK else n)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            inside = offs_k[None, :] < K - step * BLOCK_K
+            x = tl.load(x_ptrs, mask=inside, other=0.0)
+            w = tl.load(w_ptrs, mask=inside, other=0.0)
+        if not FP8_DOT:
+            x = _e4m3_to_f16(x)
+            w = _e4m3_to_f16(w)
+        if PER_BLOCK:
+            scale = tl.load(x_scale_ptrs + step * x_scale_stride_k) * tl.load(w_scale_ptrs + step)
+            acc += tl.dot(x, tl.trans(w)) * scale
+        else:
+            acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=128)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    if not PER_BLOCK:
+        acc = acc * tl.load(x_scale_ptrs) * tl.load(w_scale_ptrs)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "x_scale_stride_k"])
 def _w8a8_kernel(
     x_ptr,
@@ -53,58 +104,33 @@ def _w8a8_kernel(
     PER_BLOCK: tl.constexpr,
     FP8_DOT: tl.constexpr,
     EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     # Neighbouring programs share their weights: those are the larger operand wherever bandwidth is the limit.
     offs_m = (pid % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
     # Rows past the end read row 0 again: cheaper than a mask in the loop, and never stored.
-    rows_m = tl.where(offs_m < M, offs_m, 0)
-    rows_n = tl.where(offs_n < N, offs_n, 0)
-    x_ptrs = x_ptr + rows_m[:, None] * K + offs_k[None, :]
-    w_ptrs = w_ptr + rows_n[:, None] * K + offs_k[None, :]
-
-    if SWAP:
-        m, n = rows_m[None, :], rows_n[:, None]
-        out_m, out_n = offs_m[None, :], offs_n[:, None]
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        m, n = rows_m[:, None], rows_n[None, :]
-        out_m, out_n = offs_m[:, None], offs_n[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    x_scale_ptrs = x_scale_ptr + m * x_scale_stride_m
-    w_scale_ptrs = w_scale_ptr + (tl.load(scale_row_ptr + n) * w_scale_stride if PER_BLOCK else n)
-
-    for step in range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
-            x = tl.load(x_ptrs)
-            w = tl.load(w_ptrs)
-        else:
-            inside = offs_k[None, :] < K - step * BLOCK_K
-            x = tl.load(x_ptrs, mask=inside, other=0.0)
-            w = tl.load(w_ptrs, mask=inside, other=0.0)
-        if not FP8_DOT:
-            x = _e4m3_to_f16(x)
-            w = _e4m3_to_f16(w)
-        if PER_BLOCK:
-            scale = tl.load(x_scale_ptrs + step * x_scale_stride_k) * tl.load(w_scale_ptrs + step)
-            if SWAP:
-                acc += tl.dot(w, tl.trans(x)) * scale
-            else:
-                acc += tl.dot(x, tl.trans(w)) * scale
-        else:
-            if SWAP:
-                acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=128)
-            else:
-                acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=128)
-        x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K
-
-    if not PER_BLOCK:
-        acc = acc * tl.load(x_scale_ptrs) * tl.load(w_scale_ptrs)
+    acc = w8a8_tile(
+        x_ptr,
+        w_ptr,
+        x_scale_ptr,
+        w_scale_ptr,
+        scale_row_ptr,
+        tl.where(offs_m < M, offs_m, 0),
+        tl.where(offs_n < N, offs_n, 0),
+        K,
+        x_scale_stride_m,
+        x_scale_stride_k,
+        w_scale_stride,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        PER_BLOCK,
+        FP8_DOT,
+        EVEN_K,
+    )
+    out_m, out_n = offs_m[:, None], offs_n[None, :]
     tl.store(y_ptr + out_m * N + out_n, acc.to(y_ptr.dtype.element_ty), mask=(out_m < M) & (out_n < N))
 
 
@@ -159,7 +185,6 @@ def w8a8(
         PER_BLOCK=per_block,
         FP8_DOT=fp8_dot,
         EVEN_K=k % tile.k == 0,
-        SWAP=tile.swap,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

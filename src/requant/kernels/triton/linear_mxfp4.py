@@ -46,6 +46,47 @@ def _dequantize(codes, exponents, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     return tl.interleave(_e2m1_to_f32(codes & 15) * scale, _e2m1_to_f32(codes >> 4) * scale)
 
 
+@triton.jit
+def mxfp4_tile(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    rows_m,
+    rows_n,
+    K,
+    groups,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """x[rows_m] · w[rows_n]ᵀ, float32 [BLOCK_M, BLOCK_N]; the rows are int64 and may repeat."""
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_byte = tl.arange(0, BLOCK_K // 2)
+    offs_group = tl.arange(0, BLOCK_K // 32)
+    x_ptrs = x_ptr + rows_m[:, None] * K + offs_k[None, :]
+    w_ptrs = w_ptr + rows_n[:, None] * (groups * 16) + offs_byte[None, :]
+    scale_ptrs = scale_ptr + rows_n[:, None] * groups + offs_group[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+            codes = tl.load(w_ptrs)
+            exponents = tl.load(scale_ptrs)
+        else:
+            left = groups - step * (BLOCK_K // 32)
+            x = tl.load(x_ptrs, mask=offs_k[None, :] < K - step * BLOCK_K, other=0.0)
+            codes = tl.load(w_ptrs, mask=offs_byte[None, :] < left * 16, other=0)
+            exponents = tl.load(scale_ptrs, mask=offs_group[None, :] < left, other=0)
+        w = _dequantize(codes, exponents, BLOCK_N, BLOCK_K // 32).to(DOT_DTYPE)
+        acc = tl.dot(x.to(DOT_DTYPE), tl.trans(w), acc, input_precision="ieee")
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K // 2
+        scale_ptrs += BLOCK_K // 32
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def _mxfp4_kernel(
     x_ptr,
@@ -61,47 +102,27 @@ def _mxfp4_kernel(
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     EVEN_K: tl.constexpr,
-    SWAP: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     tiles_m = tl.cdiv(M, BLOCK_M)
     offs_m = (pid % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    offs_byte = tl.arange(0, BLOCK_K // 2)
-    offs_group = tl.arange(0, BLOCK_K // 32)
     # Rows past the end read row 0 again: cheaper than a mask in the loop, and never stored.
-    rows_m = tl.where(offs_m < M, offs_m, 0)
-    rows_n = tl.where(offs_n < N, offs_n, 0)
-    x_ptrs = x_ptr + rows_m[:, None] * K + offs_k[None, :]
-    w_ptrs = w_ptr + rows_n[:, None] * (groups * 16) + offs_byte[None, :]
-    scale_ptrs = scale_ptr + rows_n[:, None] * groups + offs_group[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
-
-    for step in range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
-            x = tl.load(x_ptrs)
-            codes = tl.load(w_ptrs)
-            exponents = tl.load(scale_ptrs)
-        else:
-            left = groups - step * (BLOCK_K // 32)
-            x = tl.load(x_ptrs, mask=offs_k[None, :] < K - step * BLOCK_K, other=0.0)
-            codes = tl.load(w_ptrs, mask=offs_byte[None, :] < left * 16, other=0)
-            exponents = tl.load(scale_ptrs, mask=offs_group[None, :] < left, other=0)
-        w = _dequantize(codes, exponents, BLOCK_N, BLOCK_K // 32).to(DOT_DTYPE)
-        x = x.to(DOT_DTYPE)
-        if SWAP:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K // 2
-        scale_ptrs += BLOCK_K // 32
-
-    if SWAP:
-        out_m, out_n = offs_m[None, :], offs_n[:, None]
-    else:
-        out_m, out_n = offs_m[:, None], offs_n[None, :]
+    acc = mxfp4_tile(
+        x_ptr,
+        w_ptr,
+        scale_ptr,
+        tl.where(offs_m < M, offs_m, 0),
+        tl.where(offs_n < N, offs_n, 0),
+        K,
+        groups,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        DOT_DTYPE,
+        EVEN_K,
+    )
+    out_m, out_n = offs_m[:, None], offs_n[None, :]
     tl.store(y_ptr + out_m * N + out_n, acc.to(y_ptr.dtype.element_ty), mask=(out_m < M) & (out_n < N))
 
 
@@ -154,7 +175,6 @@ def matmul(x_MK: Tensor, w: Tensor, scale: Tensor, n: int, tile: Tile | None = N
         BLOCK_K=tile.k,
         DOT_DTYPE=tl.bfloat16 if x_MK.dtype == torch.bfloat16 else tl.float32,
         EVEN_K=k % tile.k == 0,
-        SWAP=tile.swap,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

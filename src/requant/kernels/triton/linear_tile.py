@@ -15,7 +15,6 @@ class Tile(NamedTuple):
         k: Input features of one step of the loop.
         warps: Warps of a program.
         stages: Steps whose loads are in flight.
-        swap: Compute w · xᵀ rather than x · wᵀ, so that the weight is the left operand of the matrix units.
     """
 
     m: int
@@ -23,7 +22,6 @@ class Tile(NamedTuple):
     k: int
     warps: int = 4
     stages: int = 4
-    swap: bool = False
 
 
 def rows_for(m: int) -> int:

@@ -1,0 +1,146 @@
+"""The fused MoE of a GPU: what the kernel table names for each format.
+
+Sort the (token, choice) pairs by expert, multiply each block of pairs with its expert's w13, gate, quantize for the
+formats that want it, multiply with w2, and sum each token's choices. Ten launches or less, none of which waits.
+
+Legend: T tokens, k choices a token, S = T · k pairs, E experts, H hidden size, I inner size.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from requant.formats.base import QuantizedStack
+from requant.kernels.experts import ExpertWeights
+from requant.kernels.triton.activation import quantize_groups, quantize_tokens
+from requant.kernels.triton.linear import capability_of, scale_rows
+from requant.kernels.triton.linear_tile import Tile, columns_for
+from requant.kernels.triton.moe_elementwise import combine, silu_mul, silu_mul_quantize
+from requant.kernels.triton.moe_gemm import grouped_dense, grouped_fp8, grouped_mxfp4
+from requant.kernels.triton.moe_sort import Blocks, sort_pairs
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+Product = Callable[..., Tensor]
+_QUANTIZE = {"fp8_per_token": quantize_tokens, "fp8_1x128": quantize_groups}
+
+
+def experts_fp8(weights: ExpertWeights, dtype: torch.dtype) -> Forward:
+    """The forward for ``ptpc_fp8`` and ``per_block_fp8``; see the table's ``experts``."""
+    assert isinstance(weights.w13, QuantizedStack)
+    kind = weights.w13.format.activation
+    assert kind is not None
+    return _forward(weights, dtype, kind, _fp8_product(weights.w13, dtype), _fp8_product(weights.w2, dtype))
+
+
+def experts_mxfp4(weights: ExpertWeights, dtype: torch.dtype) -> Forward:
+    """The forward for ``mxfp4``: activations in the model's dtype, weights dequantized on the way."""
+    return _forward(weights, dtype, None, _mxfp4_product(weights.w13), _mxfp4_product(weights.w2))
+
+
+def experts_dense(weights: ExpertWeights, dtype: torch.dtype) -> Forward:
+    """The forward for weights in the model's dtype."""
+    return _forward(weights, dtype, None, _dense_product(weights.w13), _dense_product(weights.w2))
+
+
+def rows_of_blocks(pairs: int, experts: int) -> int:
+    """Rows of a block for S pairs over E experts: about the pairs that an expert gets, so that few rows are idle."""
+    each = pairs / min(experts, pairs)
+    return 16 if each <= 16 else 32 if each <= 32 else 64 if each <= 128 else 128
+
+
+def _forward(weights: ExpertWeights, dtype: torch.dtype, kind: str | None, first: Product, second: Product) -> Forward:
+    num_experts = len(weights.w2)
+    act = ACT2FN[weights.activation]
+    fused = weights.gated and weights.activation in ("silu", "swish")
+
+    def inputs(x: Tensor) -> tuple[Tensor, ...]:
+        return _QUANTIZE[kind](x) if kind is not None else (x,)
+
+    def between(y: Tensor) -> tuple[Tensor, ...]:
+        if fused:
+            return silu_mul_quantize(y, kind) if kind is not None else (silu_mul(y),)
+        if not weights.gated:
+            return inputs(act(y.float()).to(dtype))
+        gate, up = y.float().chunk(2, dim=-1)
+        return inputs((act(gate) * up).to(dtype))
+
+    def forward(x: Tensor, experts: Tensor, scores: Tensor) -> Tensor:
+        pairs = experts.numel()
+        if not pairs:
+            return torch.zeros_like(x)
+        blocks = sort_pairs(experts, num_experts, rows_of_blocks(pairs, num_experts))
+        y = first(*inputs(x.contiguous()), bias=weights.w13_bias, blocks=blocks, pairs=pairs)
+        y = second(*between(y), bias=weights.w2_bias, blocks=blocks, pairs=pairs)
+        return combine(y, scores)
+
+    return forward
+
+
+def _fp8_product(weight: Tensor | QuantizedStack, dtype: torch.dtype) -> Product:
+    assert isinstance(weight, QuantizedStack)
+    n, _ = weight.shape
+    per_block = weight.format.activation == "fp8_1x128"
+    rows = scale_rows(weight.parts or (n,)).to(weight.data.device) if per_block else None
+    fp8_dot = capability_of(weight.data.device) >= (8, 9) and dtype != torch.float32
+
+    def product(x: Tensor, x_scale: Tensor, bias: Tensor | None, blocks: Blocks, pairs: int) -> Tensor:
+        return grouped_fp8(
+            x,
+            x_scale,
+            weight.data,
+            weight.scale,
+            bias,
+            blocks,
+            pairs,
+            dtype,
+            _fp8_tile(blocks, n),
+            fp8_dot=fp8_dot,
+            scale_rows=rows,
+        )
+
+    return product
+
+
+def _mxfp4_product(weight: Tensor | QuantizedStack) -> Product:
+    assert isinstance(weight, QuantizedStack)
+    run = partial(grouped_mxfp4, w=weight.data, w_scale=weight.scale)
+    n = weight.shape[0]
+
+    def product(x: Tensor, bias: Tensor | None, blocks: Blocks, pairs: int) -> Tensor:
+        return run(x, bias=bias, blocks=blocks, pairs=pairs, tile=_float_tile(blocks, n, x.dtype, dequantizes=True))
+
+    return product
+
+
+def _dense_product(weight: Tensor | QuantizedStack) -> Product:
+    assert isinstance(weight, Tensor)
+    n = weight.shape[1]
+
+    def product(x: Tensor, bias: Tensor | None, blocks: Blocks, pairs: int) -> Tensor:
+        return grouped_dense(x, weight, bias, blocks, pairs, _float_tile(blocks, n, x.dtype, dequantizes=False))
+
+    return product
+
+
+def _fp8_tile(blocks: Blocks, n: int) -> Tile:
+    if blocks.rows >= 64:
+        return Tile(blocks.rows, 128, 128, warps=8 if blocks.rows == 128 else 4, stages=3)
+    return Tile(blocks.rows, _columns(blocks, n), 128)
+
+
+def _float_tile(blocks: Blocks, n: int, dtype: torch.dtype, dequantizes: bool) -> Tile:
+    if dtype == torch.float32 or (dequantizes and dtype == torch.float16):
+        return Tile(blocks.rows, 32, 32, stages=2)  # products on the vector units
+    if blocks.rows == 128:
+        return Tile(128, 128, 64, warps=8, stages=3)
+    if blocks.rows == 64:
+        return Tile(64, 128, 64, warps=4, stages=3)
+    return Tile(blocks.rows, _columns(blocks, n), 128, stages=3 if dequantizes else 4)
+
+
+def _columns(blocks: Blocks, n: int) -> int:
+    """As wide as leaves every multiprocessor some of the N · B to read, at least 32."""
+    return max(columns_for(n * blocks.counts.numel()), 32)

@@ -1,0 +1,134 @@
+"""The rows of a grouped matrix product: every (token, choice) pair, sorted by expert, in blocks of one expert each.
+
+Nothing waits for the device, and the order never depends on timing: pairs of one expert stay in the order of tokens.
+
+Legend: T tokens, k choices a token, S = T · k pairs (pair s is choice s % k of token s // k), E experts, B blocks.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Pairs that one program ranks, by comparing each with each.
+_CHUNK = 128
+
+
+class Blocks(NamedTuple):
+    """Pairs in blocks of ``rows``, each block of one expert.
+
+    Attributes:
+        pairs: int32 [B · rows]: of block b, ``counts[b]`` pairs from b · rows on; the rest is undefined.
+        experts: int32 [B]: each block's expert.
+        counts: int32 [B]: how many pairs it has; 0 for blocks that nothing is left for.
+        rows: Rows of a block.
+    """
+
+    pairs: Tensor
+    experts: Tensor
+    counts: Tensor
+    rows: int
+
+
+def max_blocks(pairs: int, experts: int, rows: int) -> int:
+    """The most blocks that ``pairs`` pairs can take: every expert but one may leave a block nearly empty."""
+    return min(pairs, experts) + max(pairs - 1, 0) // rows
+
+
+@triton.jit
+def _count_kernel(ids_ptr, counts_ptr, pairs, E: tl.constexpr, CHUNK: tl.constexpr):
+    """How many pairs of a chunk each expert has."""
+    chunk = tl.program_id(0)
+    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + offs, mask=offs < pairs, other=-1).to(tl.int32)
+    experts = tl.arange(0, E)
+    tl.store(counts_ptr + chunk * E + experts, tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), 0))
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr,
+    upto_ptr,
+    pairs_ptr,
+    block_experts_ptr,
+    block_counts_ptr,
+    pairs,
+    blocks,
+    chunks,
+    E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    """Put a chunk's pairs where they belong, and describe some of the blocks."""
+    chunk = tl.program_id(0)
+    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + offs, mask=offs < pairs, other=-1).to(tl.int32)
+    experts = tl.arange(0, E)
+    mine = ids[:, None] == experts[None, :]
+    own = tl.sum(mine.to(tl.int32), 0)
+    if SINGLE:
+        total = own
+        before = tl.zeros([E], tl.int32)
+    else:
+        total = tl.load(upto_ptr + (chunks - 1) * E + experts)
+        before = tl.load(upto_ptr + chunk * E + experts) - own
+    block_count = (total + ROWS - 1) // ROWS
+    block_end = tl.cumsum(block_count, 0)
+    block_start = block_end - block_count
+
+    first = tl.sum(tl.where(mine, (block_start * ROWS + before)[None, :], 0), 1)
+    earlier = tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None]
+    other = tl.load(ids_ptr + offs, mask=offs < pairs, other=-2).to(tl.int32)
+    rank = tl.sum(((ids[:, None] == other[None, :]) & earlier).to(tl.int32), 1)
+    tl.store(pairs_ptr + first + rank, offs, mask=offs < pairs)
+
+    # There are at most as many blocks as pairs: each program describes those with its pairs' numbers.
+    past = block_end[None, :] <= offs[:, None]
+    expert = tl.sum(past.to(tl.int32), 1)
+    here = experts[None, :] == expert[:, None]
+    left = tl.sum(tl.where(here, (total - (offs[:, None] - block_start[None, :]) * ROWS), 0), 1)
+    in_range = offs < blocks
+    tl.store(block_experts_ptr + offs, tl.where(expert < E, expert, 0), mask=in_range)
+    tl.store(block_counts_ptr + offs, tl.minimum(tl.maximum(left, 0), ROWS), mask=in_range)
+
+
+def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> Blocks:
+    """Sort pairs into blocks.
+
+    Args:
+        experts: int64 [T, k], each in [0, E).
+        num_experts: E.
+        rows: Rows of a block.
+    """
+    pairs = experts.numel()
+    blocks, chunks = max_blocks(pairs, num_experts, rows), triton.cdiv(pairs, _CHUNK)
+    padded = triton.next_power_of_2(num_experts)
+    device = experts.device
+    ids = experts.contiguous()
+    order = torch.empty(blocks * rows, dtype=torch.int32, device=device)
+    block_experts = torch.empty(blocks, dtype=torch.int32, device=device)
+    block_counts = torch.empty_like(block_experts)
+    upto = None
+    if chunks > 1:
+        counts = torch.empty(chunks, padded, dtype=torch.int32, device=device)
+        _count_kernel[(chunks,)](ids, counts, pairs, E=padded, CHUNK=_CHUNK, num_warps=4)
+        upto = counts.cumsum(0, dtype=torch.int32)
+    _place_kernel[(chunks,)](
+        ids,
+        upto,
+        order,
+        block_experts,
+        block_counts,
+        pairs,
+        blocks,
+        chunks,
+        E=padded,
+        CHUNK=_CHUNK,
+        ROWS=rows,
+        SINGLE=chunks == 1,
+        num_warps=4,
+    )
+    return Blocks(order, block_experts, block_counts, rows)
