@@ -25,13 +25,21 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences as (new tokens, context including them), and the shape of the heads."""
+    """Sequences as (new tokens, context including them), and the shape of the heads.
+
+    ``rest`` features more have only keys and queries; the others of a key are the value (latent attention).
+    """
 
     sequences: Sequence[tuple[int, int]]
     heads: tuple[int, int] = (8, 2)
     dim: int = 64
     page: int = 16
     window: int | None = None
+    rest: int = 0
+
+    @property
+    def scale(self) -> float:
+        return (self.dim + self.rest) ** -0.5
 
 
 SMALL = {
@@ -42,6 +50,10 @@ SMALL = {
     "decode, window, odd group": Case([(1, 40), (1, 1), (1, 300)], heads=(9, 3), dim=96, window=50),
     "decode, unsplit": Case([(1, 7)] * 40, heads=(8, 8), dim=32),
     "decode with padding": Case([(1, 130), (1, 0)], dim=128),
+    "latent prefill": Case([(5, 5), (1, 33), (20, 40)], heads=(4, 1), rest=32),
+    "latent prefill, odd sizes": Case([(3, 30), (9, 9)], heads=(20, 1), dim=40, rest=12, page=8),
+    "latent decode": Case([(1, 40), (1, 1), (1, 0), (1, 200)], heads=(4, 1), rest=32),
+    "latent decode, many heads": Case([(1, 70), (1, 3)], heads=(80, 1), dim=32, rest=8),
 }
 LARGE = {
     "mixed": Case([(700, 1500), (1, 2000), (129, 129), (1, 1)], heads=(32, 4), dim=128),
@@ -54,6 +66,11 @@ LARGE = {
     "decode 128": Case([(1, 1 + 9 * i) for i in range(128)], heads=(32, 4), dim=128, page=32),
     "decode, wide heads": Case([(1, 500), (1, 3)], heads=(16, 2), dim=256),
     "decode, no group": Case([(1, 500), (1, 64)], heads=(12, 12), dim=80),
+    "latent mixed, DeepSeek-V3": Case([(200, 700), (1, 2000), (129, 129)], heads=(128, 1), dim=512, rest=64),
+    "latent mixed, DeepSeek-V2-Lite": Case([(65, 300), (3, 77), (1, 5)], heads=(16, 1), dim=512, rest=64),
+    "latent decode 1, DeepSeek-V3": Case([(1, 1152)], heads=(128, 1), dim=512, rest=64),
+    "latent decode 32, DeepSeek-V3": Case([(1, 1 + 37 * i) for i in range(32)], heads=(128, 1), dim=512, rest=64),
+    "latent decode 32, DeepSeek-V2-Lite": Case([(1, 2000 - 60 * i) for i in range(32)], (16, 1), 512, rest=64),
 }
 
 
@@ -66,7 +83,7 @@ def make(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, T
     pages = [-(-context // case.page) for _, context in case.sequences]
     order = (torch.randperm(sum(pages)) + 1).tolist()
     table = torch.zeros(len(pages), max(pages) + 2, dtype=torch.int32)
-    shape = (sum(pages) + 1, case.page, kv_heads, case.dim)
+    shape = (sum(pages) + 1, case.page, kv_heads, case.dim + case.rest)
     k_cache, v_cache = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
     slots: list[int] = []
     for b, (new, context) in enumerate(case.sequences):
@@ -75,11 +92,11 @@ def make(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, T
         table[b, : pages[b]] = mine
         all_slots = (mine[:, None] * case.page + torch.arange(case.page)).flatten()[:context]
         for cache in (k_cache, v_cache):
-            cache.flatten(0, 1)[all_slots] = torch.randn(context, kv_heads, case.dim)
+            cache.flatten(0, 1)[all_slots] = torch.randn(context, *shape[2:])
         slots += all_slots[context - new :].tolist() if context else [-1] * new
     starts = torch.tensor([0] + [new for new, _ in case.sequences]).cumsum(0)
     tokens = int(starts[-1])
-    q, k, v = (torch.randn(tokens, heads, case.dim) for heads in (case.heads[0], kv_heads, kv_heads))
+    q, k, v = (torch.randn(tokens, heads, shape[3]) for heads in (case.heads[0], kv_heads, kv_heads))
     batch = AttentionBatch(
         query_start=starts.int().to(device),
         context_lens=torch.tensor([context for _, context in case.sequences], dtype=torch.int32, device=device),
@@ -125,18 +142,24 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
 
     torch.manual_seed(0)
     q, k, v, k_cache, v_cache, batch = make(case, dtype, device)
+    if case.rest:
+        v_cache = k_cache[..., : case.dim]
+        k, v = k.split([case.dim, case.rest], dim=-1)
+        written = v_cache, k_cache[..., case.dim :]
+    else:
+        written = k_cache, v_cache
     caches = []
-    for new, cache in ((k, k_cache), (v, v_cache)):
+    for new, cache in zip((k, v), written, strict=True):
         caches.append(cache.clone())
         caches[-1].flatten(0, 1)[batch.slots[batch.slots >= 0]] = new[batch.slots >= 0]
-    kv_write(k, v, k_cache, v_cache, batch.slots)
-    for cache, wanted in zip((k_cache, v_cache), caches, strict=True):
+    kv_write(k, v, *written, batch.slots)
+    for cache, wanted in zip(written, caches, strict=True):
         torch.testing.assert_close(cache, wanted, rtol=0, atol=0, equal_nan=True)
 
     with mock.patch.object(torch, "empty", nan_empty):
-        out = attention(q, k_cache, v_cache, batch, case.dim**-0.5, case.window)
+        out = attention(q, k_cache, v_cache, batch, case.scale, case.window)
     assert out.dtype == dtype
-    assert out.shape == q.shape
+    assert out.shape == (*q.shape[:2], case.dim)
     found = error(out, expected(q, k_cache, v_cache, batch, case.window))
     assert found <= TOLERANCE[dtype], f"{case}, {dtype}: relative error {found:.1e}"
 

@@ -4,7 +4,7 @@ A decode step has too few sequences to fill a GPU with one program each; splitti
 Dao et al., 2023) makes up for it. The number of splits is fixed on the host, so that a CUDA graph can replay the
 step; where each split begins follows from the length that the device finds.
 
-Legend: T tokens, B sequences, Hq query heads, Hk key/value heads, G = Hq / Hk, D head size, S splits.
+Legend: T tokens, B sequences, Hq query heads, Hk key/value heads, G = Hq / Hk, S splits; D and R as in the core.
 """
 
 import torch
@@ -40,16 +40,22 @@ def _decode_kernel(
     table_stride,
     scale_log2,
     ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LATENT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    # A group of many heads is shared out over programs of ROWS heads each.
+    TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    kv_head = tl.program_id(1) // TILES
     split = tl.program_id(2)
     token = tl.load(query_start_ptr + seq).to(tl.int64)
     if tl.load(query_start_ptr + seq + 1) <= token:
@@ -63,14 +69,18 @@ def _decode_kernel(
     first = begin + split * length
     stop = tl.minimum(first + length, context)
 
-    rows = tl.arange(0, ROWS)
+    rows = (tl.program_id(1) % TILES) * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
+    offs_r = tl.arange(0, BLOCK_R)
     head = kv_head * GROUP + rows
     real = rows < GROUP
     mask = real[:, None] & (offs_d[None, :] < D)
-    q = tl.load(q_ptr + token * q_stride + (head * D)[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    q_ptrs = q_ptr + token * q_stride + (head * (D + R))[:, None]
+    q = tl.load(q_ptrs + offs_d[None, :], mask=mask, other=0.0)
+    q_rest = tl.load(q_ptrs + D + offs_r[None, :], mask=real[:, None] & (offs_r[None, :] < R), other=0.0)
     acc, peak, total = attend(
         q,
+        q_rest,
         tl.zeros([ROWS], tl.int32) + (context - 1),
         first,
         stop,
@@ -83,16 +93,19 @@ def _decode_kernel(
         ROWS,
         D,
         BLOCK_D,
+        R,
+        BLOCK_R,
         BLOCK_N,
         PAGE,
         WINDOW,
+        LATENT,
     )
     if SPLITS == 1:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out = out_ptr + token * out_stride + (head * D)[:, None] + offs_d[None, :]
         tl.store(out, result.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        part = (seq * (tl.num_programs(1) * GROUP) + head) * SPLITS + split
+        part = (seq * HEADS + head) * SPLITS + split
         tl.store(peak_ptr + part, peak, mask=real)
         tl.store(total_ptr + part, total, mask=real)
         if first < stop:
@@ -130,9 +143,16 @@ def _merge_kernel(
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-def splits_for(sequences: int, kv_heads: int, max_context: int, block_n: int) -> int:
-    """A power of two: enough programs to fill the device, none without at least one step of its own."""
-    wanted = max(_PROGRAMS // (sequences * kv_heads), 1)
+def splits_for(sequences: int, programs: int, max_context: int, block_n: int) -> int:
+    """A power of two: enough programs to fill the device, none without at least one step of its own.
+
+    Args:
+        sequences: B.
+        programs: How many each sequence has without splits.
+        max_context: Most tokens that a query sees.
+        block_n: Tokens of one step.
+    """
+    wanted = max(_PROGRAMS // (sequences * programs), 1)
     limit = min(wanted, triton.cdiv(max_context, block_n), _MAX_SPLITS)
     return 1 << (max(limit, 1).bit_length() - 1)
 
@@ -145,21 +165,25 @@ def decode(
     out: Tensor,
     scale_log2: float,
     sliding_window: int | None,
+    latent: bool,
 ) -> None:
-    """Fill ``out`` [T, Hq, D]; arguments as for :func:`requant.kernels.triton.attention.attention`."""
-    _, heads, d = q.shape
+    """Fill ``out`` [T, Hq, Dv]; arguments as for :func:`requant.kernels.triton.attention.attention`."""
+    heads, d = out.shape[1:]
     _, page, kv_heads, _ = k_cache.shape
-    group = heads // kv_heads
+    group, rest = heads // kv_heads, q.shape[2] - d
     block_d = max(triton.next_power_of_2(d), 16)
-    block_n = 32 if q.element_size() == 4 or block_d > 128 else 64
-    sequences = batch.context_lens.shape[0]
+    # The accumulator of a wide head leaves registers for few rows.
+    rows = max(min(triton.next_power_of_2(group), 16 if block_d > 256 else 64), 16)
+    wide = q.element_size() == 4 or block_d > 128
+    block_n = 16 if q.element_size() == 4 and block_d > 256 else 32 if wide else 64
+    sequences, programs = batch.context_lens.shape[0], kv_heads * triton.cdiv(group, rows)
     visible = min(batch.max_context, sliding_window or batch.max_context)
-    splits = splits_for(sequences, kv_heads, visible, block_n)
+    splits = splits_for(sequences, programs, visible, block_n)
     parts = (sequences, heads, splits) if splits > 1 else (1,)
     peak = torch.empty(parts, dtype=torch.float32, device=q.device)
     total = torch.empty_like(peak)
     acc = torch.empty((*parts, d), dtype=torch.float32, device=q.device)
-    _decode_kernel[(sequences, kv_heads, splits)](
+    _decode_kernel[(sequences, programs, splits)](
         q,
         out,
         peak,
@@ -177,13 +201,17 @@ def decode(
         k_cache.stride(2),
         batch.block_tables.stride(0),
         scale_log2,
-        ROWS=max(triton.next_power_of_2(group), 16),
+        ROWS=rows,
+        HEADS=heads,
         GROUP=group,
         D=d,
         BLOCK_D=block_d,
+        R=rest,
+        BLOCK_R=max(triton.next_power_of_2(rest), 16),
         BLOCK_N=block_n,
         PAGE=page,
         WINDOW=sliding_window or 0,
+        LATENT=latent,
         SPLITS=splits,
         num_warps=4,
         num_stages=2 if q.element_size() == 4 else 3,

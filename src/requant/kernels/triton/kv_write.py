@@ -1,6 +1,6 @@
 """Writing a step's keys and values into the paged cache, in one launch.
 
-Legend: T tokens, Hk key/value heads, D head size.
+Legend: T tokens, Hk key/value heads, D and Dv sizes of keys and values.
 """
 
 import triton
@@ -17,9 +17,12 @@ def _kv_write_kernel(
     slots_ptr,
     k_stride,
     v_stride,
-    page_stride,
-    slot_stride,
-    WIDTH: tl.constexpr,
+    k_page_stride,
+    k_slot_stride,
+    v_page_stride,
+    v_slot_stride,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
 ):
@@ -27,11 +30,12 @@ def _kv_write_kernel(
     slot = tl.load(slots_ptr + token)
     if slot < 0:
         return
+    page, at = slot // PAGE, slot % PAGE
     offs = tl.arange(0, BLOCK)
-    mask = offs < WIDTH
-    to = (slot // PAGE) * page_stride + (slot % PAGE) * slot_stride + offs
-    tl.store(k_cache_ptr + to, tl.load(k_ptr + token * k_stride + offs, mask=mask), mask=mask)
-    tl.store(v_cache_ptr + to, tl.load(v_ptr + token * v_stride + offs, mask=mask), mask=mask)
+    k = tl.load(k_ptr + token * k_stride + offs, mask=offs < K_WIDTH)
+    v = tl.load(v_ptr + token * v_stride + offs, mask=offs < V_WIDTH)
+    tl.store(k_cache_ptr + page * k_page_stride + at * k_slot_stride + offs, k, mask=offs < K_WIDTH)
+    tl.store(v_cache_ptr + page * v_page_stride + at * v_slot_stride + offs, v, mask=offs < V_WIDTH)
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -39,15 +43,14 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
     Args:
         k: [T, Hk, D]; heads of one token are contiguous, else it is copied first.
-        v: Likewise.
+        v: [T, Hk, Dv] likewise.
         k_cache: [pages, block_size, Hk, D], heads of one slot contiguous.
-        v_cache: Likewise, with the same strides.
+        v_cache: [pages, block_size, Hk, Dv] likewise.
         slots: int64 [T], page · block_size + offset, or -1.
     """
-    tokens, heads, d = k.shape
-    k, v = (x if x.stride(2) == 1 and x.stride(1) == d else x.contiguous() for x in (k, v))
-    width = heads * d
-    _kv_write_kernel[(tokens,)](
+    k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
+    widths = k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]
+    _kv_write_kernel[(k.shape[0],)](
         k,
         v,
         k_cache,
@@ -57,8 +60,11 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         v.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        K_WIDTH=widths[0],
+        V_WIDTH=widths[1],
+        BLOCK=triton.next_power_of_2(max(widths)),
         PAGE=k_cache.shape[1],
         num_warps=4,
     )
