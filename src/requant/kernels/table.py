@@ -52,6 +52,8 @@ import torch
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
     ("requantize", "*", "*"): "requant.kernels.reference:requantize",
+    ("requantize", "ptpc_fp8", "cuda"): "requant.kernels.triton.requantize:requantize_ptpc",
+    ("requantize", "mxfp4", "cuda"): "requant.kernels.triton.requantize:requantize_mxfp4",
     ("linear", "*", "*"): "requant.kernels.reference:linear",
     ("experts", "*", "*"): "requant.kernels.experts_reference:experts",
     ("experts", "ptpc_fp8", "cuda"): "requant.kernels.triton.experts:experts_fp8",

@@ -49,7 +49,7 @@ def e4m3_bits(x, HARDWARE_CAST: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, s, NATIVE: tl.constexpr):
+def e4m3_quotient(x, s, NATIVE: tl.constexpr):
     """Codes of x / s, the division as IEEE rounds it.
 
     ``div_rn`` takes a slow branch for every zero, and ten instructions without it: a matrix with zeros would be
@@ -89,7 +89,7 @@ def _ptpc_kernel(weight, data, scale, k, STEPS: tl.constexpr, COLS: tl.constexpr
     for step in tl.static_range(STEPS):
         at = step * COLS + col
         x = tl.load(source + at, mask=at < k, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(target + at, _codes(x, s, NATIVE), mask=at < k)
+        tl.store(target + at, e4m3_quotient(x, s, NATIVE), mask=at < k)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _per_block_kernel(
         at = row[:, None] * k + col[None, :]
         mask = (row[:, None] < n) & (col[None, :] < k)
         x = tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(data + at, _codes(x, s, NATIVE), mask=mask)
+        tl.store(data + at, e4m3_quotient(x, s, NATIVE), mask=mask)
 
 
 @cache

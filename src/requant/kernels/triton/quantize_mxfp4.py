@@ -35,7 +35,7 @@ def _code_bits(magnitude, reciprocal):
 
 
 @triton.jit
-def _store_groups(even, odd, group, in_range, data, scale):
+def store_groups(even, odd, group, in_range, data, scale):
     """Quantize and store groups given as float32 bits (int32 [GROUPS, P]) of their even and odd columns."""
     even_magnitude = even & 0x7FFFFFFF
     odd_magnitude = odd & 0x7FFFFFFF
@@ -67,7 +67,7 @@ def _words_kernel(words, data, scale, total, dtype: tl.constexpr, GROUPS: tl.con
     else:
         even = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
         odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    _store_groups(even, odd, group, in_range, data, scale)
+    store_groups(even, odd, group, in_range, data, scale)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _any_kernel(weight, data, scale, total, k, groups_k, GROUPS: tl.constexpr):
     source = weight + row[:, None] * k + col
     even = tl.load(source, mask=in_range[:, None] & (col < k), other=0.0).to(tl.float32)
     odd = tl.load(source + 1, mask=in_range[:, None] & (col + 1 < k), other=0.0).to(tl.float32)
-    _store_groups(even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True), group, in_range, data, scale)
+    store_groups(even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True), group, in_range, data, scale)
 
 
 _GROUPS = 128
