@@ -33,8 +33,8 @@ class Blocks(NamedTuple):
 
 
 def max_blocks(pairs: int, experts: int, rows: int) -> int:
-    """The most blocks that ``pairs`` pairs can take: every expert but one may leave a block nearly empty."""
-    return min(pairs, experts) + max(pairs - 1, 0) // rows
+    """The most blocks that ``pairs`` pairs can take: no more than pairs, and one that is not full an expert."""
+    return min(pairs, min(pairs, experts) + max(pairs - 1, 0) // rows)
 
 
 @triton.jit

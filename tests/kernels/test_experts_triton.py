@@ -1,0 +1,262 @@
+"""The fused MoE in Triton against the torch reference, and the sorting of its rows.
+
+On a GPU every case runs; without one, the small cases run under Triton's interpreter, in a process of its own
+(``TRITON_INTERPRET`` must be set before Triton is imported): this file is that process's program.
+"""
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from requant.formats import FORMATS, QuantizedStack
+from requant.kernels import lookup
+from requant.kernels.experts import UNQUANTIZED, ExpertWeights
+from requant.kernels.experts_reference import experts as reference
+
+gpu = pytest.mark.gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Between the products the reference and the kernels round values that differ in their last bits: with quantized
+# activations some land on the next code, a sixteenth away.
+TOLERANCE = {BF16: 8e-3, FP16: 3e-3, FP32: 1e-5}
+TOLERANCE_FP8 = {BF16: 1.5e-2, FP16: 1e-2, FP32: 3e-3}
+NAMES = [UNQUANTIZED, *FORMATS]
+
+
+class Case(NamedTuple):
+    """T tokens, k choices of E experts; hidden and inner size; ``only``: all tokens go to the first k experts."""
+
+    format: str
+    dtype: torch.dtype
+    tokens: int
+    choices: int
+    experts: int
+    hidden: int
+    inner: int
+    gated: bool = True
+    bias: bool = False
+    activation: str = "silu"
+    only: bool = False
+
+
+SMALL = [
+    Case(name, dtype, *rest)
+    for name in NAMES
+    for dtype, *rest in [
+        (FP32, 1, 1, 5, 64, 32),
+        (FP32, 7, 3, 5, 100, 72, True, True),
+        (FP32, 40, 2, 3, 96, 40, False, True, "gelu"),
+        (FP16, 19, 4, 8, 160, 130),
+        (FP32, 9, 2, 6, 64, 48, True, False, "relu", True),
+    ]
+]
+LARGE = [
+    Case(name, dtype, *rest)
+    for name in NAMES
+    for dtype, *rest in [
+        (BF16, 1, 8, 128, 2048, 768),
+        (BF16, 3, 1, 5, 200, 96),
+        (BF16, 64, 8, 128, 2048, 768),
+        (BF16, 1000, 4, 16, 256, 128),
+        (BF16, 1000, 6, 64, 1000, 192, True, True),
+        (BF16, 4096, 8, 32, 512, 192, True, False, "silu", True),
+        (BF16, 16384, 8, 128, 512, 192),
+        (BF16, 700, 2, 9, 384, 256, False, True, "gelu"),
+        (FP32, 65, 4, 16, 256, 128, True, True),
+        (FP16, 300, 2, 7, 328, 136),
+    ]
+]
+
+
+def make_stack(e: int, parts: tuple[int, ...], k: int, name: str, dtype: torch.dtype, device: str):
+    """Random matrices, quantized part by part; on ``device``."""
+    n = sum(parts)
+    weights = torch.randn(e, n, k) * torch.randn(e, n, 1).exp() / k**0.5
+    if name == UNQUANTIZED:
+        return weights.to(device, dtype)
+    format = FORMATS[name]
+    pairs = [[format.quantize(part) for part in matrix.split(list(parts))] for matrix in weights]
+    data = torch.stack([torch.cat([d for d, _ in matrix]) for matrix in pairs])
+    scale = torch.stack([torch.cat([s for _, s in matrix]) for matrix in pairs])
+    return QuantizedStack(data.to(device), scale.to(device), format, (n, k), parts)
+
+
+def make(case: Case, device: str) -> tuple[ExpertWeights, Tensor, Tensor, Tensor]:
+    """Weights, x, chosen experts and their weights."""
+    torch.manual_seed(0)
+    inputs = (case.inner, case.inner) if case.gated else (case.inner,)
+    w13 = make_stack(case.experts, inputs, case.hidden, case.format, case.dtype, device)
+    w2 = make_stack(case.experts, (case.hidden,), case.inner, case.format, case.dtype, device)
+    biases = (None, None)
+    if case.bias:
+        sizes = sum(inputs), case.hidden
+        biases = tuple(torch.randn(case.experts, n).to(device, case.dtype) for n in sizes)
+    x = torch.randn(case.tokens, case.hidden) * torch.randn(case.tokens, 1).exp()
+    ids = torch.rand(case.tokens, case.experts).topk(case.choices).indices
+    if case.only:
+        ids = torch.arange(case.choices).expand(case.tokens, -1).clone()
+    scores = torch.rand(case.tokens, case.choices)
+    weights = ExpertWeights(w13, w2, *biases, case.activation, case.gated)
+    return weights, x.to(device, case.dtype), ids.to(device), scores.to(device)
+
+
+def nan_empty(*shape: int, **options: object) -> Tensor:
+    """``torch.empty`` whose memory is poisoned, so that what a kernel fails to write is seen."""
+    empty = torch.zeros(*shape, **options)  # type: ignore[call-overload]
+    return empty.fill_(float("nan")) if empty.dtype.is_floating_point else empty.fill_(0x7F)
+
+
+def error(actual: Tensor, wanted: Tensor) -> float:
+    """Relative Frobenius error; NaN if anything is NaN."""
+    return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def tolerance(case: Case) -> float:
+    fp8 = case.format != UNQUANTIZED and FORMATS[case.format].activation
+    return (TOLERANCE_FP8 if fp8 else TOLERANCE)[case.dtype]
+
+
+def check(case: Case, device: str) -> None:
+    weights, x, ids, scores = make(case, device)
+    forward = lookup("experts", case.format, "cuda")(weights, case.dtype)
+    with mock.patch.object(torch, "empty", nan_empty):
+        got = forward(x, ids, scores)
+    wanted = reference(weights, case.dtype)(x, ids, scores)
+    assert (got.dtype, got.shape) == (case.dtype, x.shape)
+    found = error(got, wanted)
+    assert found <= tolerance(case), f"{case}: relative error {found:.1e}"
+
+
+def check_sort(tokens: int, choices: int, num_experts: int, rows: int, device: str, only: int | None = None) -> None:
+    """Every pair once, in a block of its expert, in order."""
+    from requant.kernels.triton.moe_sort import max_blocks, sort_pairs
+
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, num_experts, generator=generator).topk(choices).indices
+    if only is not None:
+        ids = torch.full_like(ids, only)
+    with mock.patch.object(torch, "empty", nan_empty):
+        blocks = sort_pairs(ids.to(device), num_experts, rows)
+    pairs, experts, counts = (x.cpu() for x in blocks[:3])
+    assert len(experts) == len(counts) == max_blocks(ids.numel(), num_experts, rows)
+    wanted = []
+    for expert in range(num_experts):
+        mine = (ids.flatten() == expert).nonzero().flatten().tolist()
+        wanted += [(expert, mine[i : i + rows]) for i in range(0, len(mine), rows)]
+    got = [
+        (int(experts[b]), pairs[b * rows : b * rows + int(counts[b])].tolist())
+        for b in range(len(counts))
+        if counts[b] > 0
+    ]
+    assert got == wanted
+    assert ((counts >= 0) & (counts <= rows) & (experts >= 0) & (experts < num_experts)).all()
+
+
+SORTS = [(1, 1, 1, 16), (1, 8, 128, 16), (16, 8, 128, 16), (17, 8, 128, 16), (5, 2, 5, 32), (200, 4, 60, 64)]
+
+
+def test_small_cases_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1] == "all passed"
+
+
+def test_rows_of_a_block_follow_the_pairs_of_an_expert() -> None:
+    pytest.importorskip("triton")
+    from requant.kernels.triton.experts import rows_of_blocks
+    from requant.kernels.triton.moe_sort import max_blocks
+
+    assert [rows_of_blocks(8 * t, 128) for t in (1, 16, 256, 300, 1024, 2048, 4096)] == [16, 16, 16, 32, 64, 64, 128]
+    assert rows_of_blocks(1, 128) == 16
+    assert max_blocks(8, 128, 16) == 8
+    assert max_blocks(16 * 128, 128, 16) == 128 + 127
+    assert max_blocks(128, 128, 16) == 128
+
+
+@gpu
+@pytest.mark.parametrize("only", [None, 3])
+@pytest.mark.parametrize(
+    ("tokens", "choices", "num_experts", "rows"), [*SORTS, (16384, 8, 128, 128), (5000, 8, 256, 64)]
+)
+def test_pairs_are_sorted_into_blocks(tokens: int, choices: int, num_experts: int, rows: int, only: int | None) -> None:
+    check_sort(tokens, choices, num_experts, rows, "cuda", only if num_experts > 3 else None)
+
+
+@gpu
+@pytest.mark.parametrize("case", SMALL + LARGE, ids=lambda c: "-".join(map(str, c)).replace("torch.", ""))
+def test_experts_equal_the_reference(case: Case) -> None:
+    check(case, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("name", ["ptpc_fp8", "per_block_fp8"])
+def test_fp8_codes_without_fp8_units(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from requant.kernels.triton import experts
+
+    monkeypatch.setattr(experts, "capability_of", lambda device: (8, 0))
+    for tokens in (3, 600):
+        check(Case(name, BF16, tokens, 4, 16, 256, 128), "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_a_captured_forward_follows_its_routing(name: str, tokens: int) -> None:
+    case = Case(name, BF16, tokens, 4, 16, 256, 128)
+    weights, x, ids, scores = make(case, "cuda")
+    forward = lookup("experts", name, "cuda")(weights, BF16)
+    forward(x, ids, scores)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = forward(x, ids, scores)
+    plain = reference(weights, BF16)
+    for _ in range(3):
+        x.copy_(torch.randn(x.shape))
+        ids.copy_(torch.rand(tokens, 16).topk(4).indices)
+        scores.copy_(torch.rand(scores.shape))
+        y.fill_(float("nan"))
+        graph.replay()
+        assert error(y, plain(x, ids, scores)) <= tolerance(case)
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_that_overflowed_changes_no_other(name: str) -> None:
+    weights, x, ids, scores = make(Case(name, BF16, 50, 4, 16, 256, 128), "cuda")
+    forward = lookup("experts", name, "cuda")(weights, BF16)
+    wanted = forward(x, ids, scores)
+    x[7] = float("nan")
+    x[8] = float("inf")
+    got = forward(x, ids, scores)
+    others = torch.tensor([t for t in range(50) if t not in (7, 8)], device="cuda")
+    assert torch.equal(got[others], wanted[others])
+    assert got[7].isnan().all()
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tokens_and_strided_tokens(name: str) -> None:
+    weights, x, ids, scores = make(Case(name, BF16, 5, 4, 16, 256, 128), "cuda")
+    forward = lookup("experts", name, "cuda")(weights, BF16)
+    assert forward(x[:0], ids[:0], scores[:0]).shape == (0, 256)
+    wide = torch.cat([x, x], 1)
+    assert torch.equal(forward(wide[:, :256], ids, scores), forward(x, ids, scores))
+
+
+if __name__ == "__main__":
+    # The interpreter computes with the bits of bfloat16, not its values: the other dtypes stand in for it.
+    for sort in SORTS:
+        check_sort(*sort, "cpu")
+    check_sort(90, 2, 7, 16, "cpu", only=3)
+    for small in SMALL:
+        check(small, "cpu")
+    print("all passed")
