@@ -13,6 +13,8 @@ KINDS: dict[str, type[transformers.PreTrainedConfig]] = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "deepseek_v3": transformers.DeepseekV3Config,
 }
 SIZE = {
     "vocab_size": requant_fakes.VOCAB_SIZE,
@@ -25,13 +27,35 @@ SIZE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.4,  # far from ties: random logits of the usual size are nearly equal
 }
+# What a kind has beside these, or instead.
+SIZES: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 72, "norm_topk_prob": True},
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "head_dim": 8,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 72,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "initializer_range": 0.2,
+    },
+}
 LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> Path:
     """A random model of ``kind`` with a tokenizer and a chat template in ``folder``."""
     requant_fakes.make_tokenizer(folder)
-    config = KINDS[kind](**{**SIZE, "eos_token_id": 0, "bos_token_id": None, **changes})
+    config = KINDS[kind](**{**SIZE, **SIZES.get(kind, {}), "eos_token_id": 0, "bos_token_id": None, **changes})
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     return folder
