@@ -1,0 +1,152 @@
+"""The fused MoE of one layer on a GPU: time of the forward for each format and number of tokens, beside its floor.
+
+    python benchmarks/moe.py
+    python benchmarks/moe.py --experts 256 --choices 8 --hidden 7168 --inner 2048 --tokens 1 64 --format mxfp4
+
+Weights are random codes, routing is uniform. Each figure is the median over replays of a CUDA graph; the graph holds
+several calls on weights of their own, so that the cache does not hold what it would not. The floor is the larger of
+two times: the bytes of every expert that is touched (its scales included) over the bandwidth of a device copy, and the
+multiplications over the rate of a large library product, FP8 for FP8 activations and BF16 otherwise, both measured in
+the same run. Prints one table and writes the same as JSON.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+import requant
+from perplexity import device_name
+from requant.formats import FORMATS, QuantizedStack
+from requant.kernels import lookup
+from requant.kernels.experts import UNQUANTIZED, ExpertWeights
+
+BF16 = torch.bfloat16
+_CACHE_BYTES = 60 << 20
+
+
+def stack(experts: int, parts: tuple[int, ...], k: int, name: str) -> torch.Tensor | QuantizedStack:
+    """Random weights of a stack of matrices on the GPU."""
+    n = sum(parts)
+    if name == UNQUANTIZED:
+        return torch.randn(experts, n, k, dtype=BF16, device="cuda") * k**-0.5
+    format = FORMATS[name]
+    shapes = [format.scale_shape(rows, k) for rows in parts]
+    data = torch.empty(experts, *format.data_shape(n, k), dtype=format.data_dtype, device="cuda")
+    scale = torch.empty(experts, sum(rows for rows, _ in shapes), shapes[0][1], dtype=format.scale_dtype, device="cuda")
+    for expert in range(experts):
+        row, scale_row = 0, 0
+        for rows, (scales, _) in zip(parts, shapes, strict=True):
+            weight = torch.randn(rows, k, dtype=BF16, device="cuda") * k**-0.5
+            targets = data[expert, row : row + rows], scale[expert, scale_row : scale_row + scales]
+            lookup("quantize", name, "cuda")(format, weight, *targets)
+            row, scale_row = row + rows, scale_row + scales
+    return QuantizedStack(data, scale, format, (n, k), parts)
+
+
+def nbytes(weights: ExpertWeights) -> int:
+    """Bytes of all experts of a layer."""
+    parts = [w if isinstance(w, torch.Tensor) else (w.data, w.scale) for w in (weights.w13, weights.w2)]
+    return sum(t.nbytes for part in parts for t in (part if isinstance(part, tuple) else (part,)))
+
+
+def ceilings() -> dict[str, float]:
+    """Bytes a second of a copy (read and written), and operations a second of large BF16 and FP8 products."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") / 1e3
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+    dense = triton.testing.do_bench(lambda: a @ b.t(), return_mode="median") / 1e3
+    fp8, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device="cuda")
+    scaled = (
+        triton.testing.do_bench(
+            lambda: torch._scaled_mm(fp8[0], fp8[1].t(), scale_a=one, scale_b=one, out_dtype=BF16),
+            return_mode="median",
+        )
+        / 1e3
+    )
+    return {"bytes": 2 * source.nbytes / copy, "bf16": 2 * 8192**3 / dense, "fp8": 2 * 8192**3 / scaled}
+
+
+def measure(arguments: argparse.Namespace, name: str, tokens: int, ceiling: dict[str, float]) -> dict[str, Any]:
+    """One format and number of tokens."""
+    e, k, hidden, inner = arguments.experts, arguments.choices, arguments.hidden, arguments.inner
+    weights = arguments.layers[name]
+    x = torch.randn(tokens, hidden, dtype=BF16, device="cuda")
+    ids = torch.rand(tokens, e, device="cuda").topk(k).indices
+    scores = torch.rand(tokens, k, device="cuda")
+    forwards = [lookup("experts", name, "cuda")(w, BF16) for w in weights]
+    for forward in forwards:
+        forward(x, ids, scores)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for forward in forwards:
+            forward(x, ids, scores)
+    seconds = triton.testing.do_bench(graph.replay, return_mode="median") / 1e3 / len(forwards)
+    touched = ids.unique().numel()
+    moved = nbytes(weights[0]) * touched / e / ceiling["bytes"]
+    rate = ceiling["fp8" if name in ("ptpc_fp8", "per_block_fp8") else "bf16"]
+    computed = 2 * tokens * k * 3 * hidden * inner / rate
+    return {
+        "format": name,
+        "tokens": tokens,
+        "microseconds": seconds * 1e6,
+        "floor_microseconds": max(moved, computed) * 1e6,
+        "bound": "bytes" if moved > computed else "products",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--format", action="append", choices=[UNQUANTIZED, *FORMATS], help="default: each")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 2048, 8192])
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--choices", type=int, default=8, help="experts a token")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=768, help="inner size of an expert")
+    parser.add_argument("--output-file", type=Path, default=Path("out/moe.json"))
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: this benchmark needs a GPU, and torch sees none", file=sys.stderr)
+        return 2
+    ceiling = ceilings()
+    rows, arguments.layers = [], {}
+    for name in arguments.format or (UNQUANTIZED, *FORMATS):
+
+        def layer(name: str = name) -> ExpertWeights:
+            inputs = (arguments.inner, arguments.inner)
+            w13 = stack(arguments.experts, inputs, arguments.hidden, name)
+            w2 = stack(arguments.experts, (arguments.hidden,), arguments.inner, name)
+            return ExpertWeights(w13, w2, None, None, "silu", True)
+
+        first = layer()
+        touched = nbytes(first) * min(arguments.choices, arguments.experts) // arguments.experts
+        arguments.layers = {name: [first, *(layer() for _ in range(min(_CACHE_BYTES // touched + 1, 7)))]}
+        rows += [measure(arguments, name, tokens, ceiling) for tokens in arguments.tokens]
+    shape = f"{arguments.experts} experts, {arguments.choices} a token, {arguments.hidden} x {arguments.inner}"
+    table = Table(title=f"Fused MoE, {shape}, {device_name()}, torch {torch.__version__}")
+    for heading in ("format", "tokens", "µs", "floor µs", "times floor", "bound by"):
+        table.add_column(heading, justify="left" if heading in ("format", "bound by") else "right")
+    for row in rows:
+        time, floor = row["microseconds"], row["floor_microseconds"]
+        cells = f"{time:.1f}", f"{floor:.1f}", f"{time / floor:.2f}", row["bound"]
+        table.add_row(row["format"], f"{row['tokens']:,}", *cells)
+    Console(width=120).print(table)
+    print(", ".join(f"{name} {value:.3g}/s" for name, value in ceiling.items()))
+    facts = {"device": device_name(), "shape": shape, "ceilings": ceiling}
+    versions = {"requant": requant.__version__, "torch": torch.__version__, "triton": triton.__version__}
+    arguments.output_file.parent.mkdir(parents=True, exist_ok=True)
+    document = {**facts, "versions": versions, "rows": rows}
+    arguments.output_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
