@@ -77,14 +77,14 @@ LARGE = [
 def make_stack(e: int, parts: tuple[int, ...], k: int, name: str, dtype: torch.dtype, device: str):
     """Random matrices, quantized part by part; on ``device``."""
     n = sum(parts)
-    weights = torch.randn(e, n, k) * torch.randn(e, n, 1).exp() / k**0.5
+    weights = (torch.randn(e, n, k) * torch.randn(e, n, 1).exp() / k**0.5).to(device)
     if name == UNQUANTIZED:
-        return weights.to(device, dtype)
+        return weights.to(dtype)
     format = FORMATS[name]
     pairs = [[format.quantize(part) for part in matrix.split(list(parts))] for matrix in weights]
     data = torch.stack([torch.cat([d for d, _ in matrix]) for matrix in pairs])
     scale = torch.stack([torch.cat([s for _, s in matrix]) for matrix in pairs])
-    return QuantizedStack(data.to(device), scale.to(device), format, (n, k), parts)
+    return QuantizedStack(data, scale, format, (n, k), parts)
 
 
 def make(case: Case, device: str) -> tuple[ExpertWeights, Tensor, Tensor, Tensor]:

@@ -59,7 +59,7 @@ def test_every_layer_has_its_row_where_that_is_asked_for(plan):
     for i in range(3):
         name = f"model.layers.{i}.mlp.down_proj"
         (line,) = [line for line in lines if name in line]
-        assert cells(line) == [name, "1", "mxfp4", "*[a-z].down_proj", "bfloat16", "4 MB", "2 MB"]
+        assert cells(line) == [name, "1", "BF16", "mxfp4", "*[a-z].down_proj", "bfloat16", "4 MB", "2 MB"]
     assert sum("MoE router" in line for line in lines) == 400
 
 
@@ -67,7 +67,7 @@ def test_layers_that_differ_in_their_indices_share_a_row(plan):
     lines = printed(plan).splitlines()
     (line,) = [line for line in lines if "down_proj" in line]
     name = "model.layers.{0-2}.mlp.down_proj"
-    assert cells(line) == [name, "3", "mxfp4", "*[a-z].down_proj", "bfloat16", "12 MB", "6 MB"]
+    assert cells(line) == [name, "3", "BF16", "mxfp4", "*[a-z].down_proj", "bfloat16", "12 MB", "6 MB"]
     (line,) = [line for line in lines if "MoE router" in line]
     assert cells(line) == ["model.layers.{0-399}.mlp.gate", "400", "BF16", "protected: MoE router", "1.60 GB", "800 MB"]
     assert any("lm_head" in line and "excluded by 'lm_head'" in line for line in lines)

@@ -38,7 +38,8 @@ def plan(parsed: argparse.Namespace) -> None:
     planned = plan_model(config, headers_only=True)
     if parsed.explain is not None:
         recipe = Recipe.parse(config.quant.online_quant_config)
-        print(explain(recipe, [layer.names for layer in planned.model.quantizable()], parsed.explain))
+        names = [layer.names for layer in planned.model.quantizable()]
+        print(explain(recipe, [*names, *planned.model.not_loaded], parsed.explain))
     elif parsed.json:
         json.dump(planned.plan.to_report(), sys.stdout, indent=2)
         print()

@@ -37,11 +37,13 @@ def render(plan: Plan, console: Console, every_layer: bool = False) -> None:
 
 
 def _quantized_table(plan: Plan, every_layer: bool) -> Table:
-    table = _table("Quantized layers", "Layers", "Count >", "Target", "Decided by", "Activation", "Before >", "After >")
+    table = _table(
+        "Quantized layers", "Layers", "Count >", "Source", "Target", "Decided by", "Activation", "Before >", "After >"
+    )
     for name, layers in _grouped(plan.quantized, every_layer):
         first = layers[0]
         assert first.format is not None
-        _add(table, name, layers, first.format.name, first.decision.pattern, first.activation)
+        _add(table, name, layers, first.source, first.format.name, first.decision.pattern, first.activation)
     return table
 
 
