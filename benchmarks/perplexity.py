@@ -4,9 +4,9 @@
     python benchmarks/perplexity.py --model M --recipe none --recipe '{"layer_quant_config": {"*.mlp.*": "mxfp4"}}'
 
 The text is tokenized as a whole, without special tokens, and cut into windows of equal length that don't overlap; what
-is left at the end is not used. Each window is a prompt of its own: its first token has nothing before it and is not
-scored. The figure is exp(-mean log-probability) over all scored tokens of all windows. The first recipe is the one that
-the others are compared with. Prints one table and writes the same as JSON.
+is left at the end is not used unless ``--rest`` asks for it. Each window is a prompt of its own: its first token has
+nothing before it and is not scored. The figure is exp(-mean log-probability) over all scored tokens of all windows. The
+first recipe is the one that the others are compared with. Prints one table and writes the same as JSON.
 """
 
 import argparse
@@ -37,8 +37,10 @@ UNQUANTIZED = "none"
 RECIPES = (UNQUANTIZED, "ptpc_fp8", "per_block_fp8", "mxfp4")
 
 
-def cut_windows(tokens: Sequence[int], size: int, limit: int | None = None) -> list[list[int]]:
-    """Cut the first ``limit`` tokens (None: all) into consecutive windows of exactly ``size``; a rest is left out.
+def cut_windows(tokens: Sequence[int], size: int, limit: int | None = None, rest: bool = False) -> list[list[int]]:
+    """Cut the first ``limit`` tokens (None: all) into consecutive windows of ``size``.
+
+    What is left at the end is left out; with ``rest`` it is a shorter window, if it has two tokens at least.
 
     Raises:
         ConfigError: A window could not score anything, or there is not one whole window.
@@ -50,7 +52,8 @@ def cut_windows(tokens: Sequence[int], size: int, limit: int | None = None) -> l
     if len(tokens) < size:
         raise ConfigError(f"the text has {len(tokens)} tokens, which is less than one window of {size}")
     end = len(tokens) if limit is None else min(limit, len(tokens))
-    return [list(tokens[start : start + size]) for start in range(0, end - size + 1, size)]
+    windows = [list(tokens[start : min(start + size, end)]) for start in range(0, end, size)]
+    return [window for window in windows if len(window) == size or (rest and len(window) > 1)]
 
 
 def tokenize(model: str, text: str) -> list[int]:
@@ -89,13 +92,18 @@ def perplexity(logprobs: Sequence[float]) -> float:
 
 
 def parse_recipe(argument: str) -> tuple[str, dict[str, Any] | None]:
-    """Name and recipe of one ``--recipe``: ``none``, a format as the global target, or a JSON object.
+    """Name and recipe of one ``--recipe``: ``none``, a format as the global target, a JSON object or a file of one.
 
     Raises:
-        ConfigError: Something that starts like JSON and is none.
+        ConfigError: Something that starts like JSON and is none, or a file that cannot be read.
     """
     if argument == UNQUANTIZED:
-        return "unquantized", None
+        return "as it is", None
+    if argument.endswith(".json"):
+        try:
+            return argument, json.loads(Path(argument).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--recipe {argument} cannot be read: {error}") from error
     if not argument.lstrip().startswith("{"):
         return argument, {"global_quant_config": argument, "exclude_layer": ["lm_head"]}
     try:
@@ -167,7 +175,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     recipes = [parse_recipe(argument) for argument in arguments.recipe or RECIPES]
     text = arguments.text.read_bytes()
-    windows = cut_windows(tokenize(arguments.model, text.decode("utf-8")), arguments.window, arguments.tokens)
+    windows = cut_windows(
+        tokenize(arguments.model, text.decode("utf-8")), arguments.window, arguments.tokens, arguments.rest
+    )
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     results = []
     for name, recipe in recipes:
@@ -195,11 +205,12 @@ def main() -> int:
     parser.add_argument(
         "--recipe",
         action="append",
-        help="'none', a format (global target, lm_head excluded) or a JSON object; may be repeated "
+        help="'none', a format (global target, lm_head excluded), a JSON object or a file; may be repeated "
         f"(default: {', '.join(RECIPES)})",
     )
     parser.add_argument("--window", type=int, default=512, help="tokens in a window (default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="use only this many of the text's first tokens (default: all)")
+    parser.add_argument("--rest", action="store_true", help="score what is left at the end as a shorter window")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as the engine's flag (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "out" / "perplexity.json", help="default: %(default)s")
     arguments = parser.parse_args()

@@ -71,8 +71,22 @@ def test_perplexity_is_the_inverse_geometric_mean_probability():
     assert perplexity.perplexity([math.log(1 / 2), math.log(1 / 8)]) == pytest.approx(4.0, rel=1e-12)
 
 
+def test_what_is_left_can_be_a_window():
+    assert perplexity.cut_windows(range(11), 4, rest=True) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert perplexity.cut_windows(range(9), 4, rest=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # one token scores nothing
+    assert perplexity.cut_windows(range(11), 4, limit=6, rest=True) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_recipe_may_be_a_file(tmp_path):
+    file = tmp_path / "r.json"
+    file.write_text('{"global_quant_config": "mxfp4"}')
+    assert perplexity.parse_recipe(str(file)) == (str(file), {"global_quant_config": "mxfp4"})
+    with pytest.raises(ConfigError, match=r"--recipe nowhere\.json cannot be read"):
+        perplexity.parse_recipe("nowhere.json")
+
+
 def test_recipes_are_none_a_format_or_json():
-    assert perplexity.parse_recipe("none") == ("unquantized", None)
+    assert perplexity.parse_recipe("none") == ("as it is", None)
     assert perplexity.parse_recipe("mxfp4")[1] == {"global_quant_config": "mxfp4", "exclude_layer": ["lm_head"]}
     assert perplexity.parse_recipe('{"layer_quant_config": {"*": "mxfp4"}}')[1] == {
         "layer_quant_config": {"*": "mxfp4"}
@@ -136,7 +150,7 @@ def test_program_measures_each_recipe_and_writes_what_it_prints(engine, capsys):
     assert (document["model"], document["window"], document["dtype"]) == ("M", 4, "float32")
     assert {"requant", "torch", "transformers"} == set(document["versions"])
     first, second = document["results"][:2]
-    assert (first["name"], first["windows"], first["tokens"]) == ("unquantized", 2, 6)
+    assert (first["name"], first["windows"], first["tokens"]) == ("as it is", 2, 6)
     assert [first["ppl"], second["ppl"]] == pytest.approx([4.0, 5.0])
     printed = capsys.readouterr().out
     assert "ptpc_fp8" in printed
