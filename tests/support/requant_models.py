@@ -1,13 +1,16 @@
 """Tiny random checkpoints as transformers writes them, and what "the same tokens" means."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import requant_fakes
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from requant.engine.request_output import CompletionOutput
+from requant.formats import quantize
 
 KINDS: dict[str, type[transformers.PreTrainedConfig]] = {
     "llama": transformers.LlamaConfig,
@@ -59,6 +62,25 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     return folder
+
+
+def quantize_checkpoint(folder: Path, section: dict[str, object], format: str, owners: Callable[[str], bool]) -> None:
+    """Store the matrices that ``owners`` says (by name, without ``.weight``) in ``format``, and declare ``section``."""
+    suffix = "weight_scale_inv" if format == "per_block_fp8" else "weight_scale"
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight") and owners(name.removesuffix(".weight"))]:
+        q = quantize(tensors[name], format)
+        tensors[name] = q.data
+        tensors[name.removesuffix("weight") + suffix] = q.scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+
+
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["*.self_attn.*", "*.gate", "lm_head"]}
+QUARK_WEIGHT = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": QUARK_WEIGHT}, "exclude": ["lm_head"]}
 
 
 def check_same_tokens(one: Sequence[CompletionOutput], other: Sequence[CompletionOutput], tie: float = 1e-3) -> None:

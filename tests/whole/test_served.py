@@ -1,17 +1,13 @@
 """The real server on a tiny checkpoint: what it answers is what ``LLM`` generates, and the report is written."""
 
 import json
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 from requant_models import LAYERS, make_checkpoint
+from requant_server import serve
 
 from requant import LLM, SamplingParams
 
@@ -32,29 +28,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(checkpoint: Path, reports: Path) -> Iterator[str]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "requant.entrypoints.openai_server", "--model", str(checkpoint)]
-    command += ["--host", "127.0.0.1", "--server-port", str(port), "--served-model-name", "tiny"]
-    command += ["--online_quant_config", json.dumps(RECIPE), "--online-quant-info-dir", str(reports)]
-    for name, value in SETTINGS.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    server = subprocess.Popen(command)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert server.poll() is None, f"the server ended with exit code {server.returncode}"
-            assert time.monotonic() < deadline, "the server did not become ready"
-            try:
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        assert server.wait(timeout=30) == 0
+    with serve(checkpoint, RECIPE, reports, SETTINGS) as address:
+        yield address
 
 
 def test_the_server_gives_the_tokens_of_llm(url: str, checkpoint: Path, tmp_path: Path) -> None:
