@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 from requant_models import BLOCK_FP8, MXFP4, QUARK, check_same_tokens, make_checkpoint, quantize_checkpoint
@@ -60,6 +59,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3-fp8", "qwen3_moe-mxfp4"])
 def test_the_server_gives_the_tokens_of_llm(checkpoints: dict[str, Path], name: str, tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     with LLM(str(checkpoints[name]), RECIPE, online_quant_info_dir=str(tmp_path), **SETTINGS) as llm:
         expected = [out.outputs[0] for out in llm.generate(PROMPTS, params, progress=False)]
