@@ -26,7 +26,7 @@ def stack(e: int, parts: tuple[int, ...], k: int, name: str | None, dtype: torch
     return QuantizedStack(data, scale, FORMATS[name], (sum(parts), k), parts), values
 
 
-def make(name: str | None, gated: bool = True, bias: bool = False, activation: str = "silu", sizes=(6, 100, 72)):
+def make(name: str | None, gated: bool = True, bias: bool = False, activation: str = "silu", sizes=(9, 100, 72)):
     """Weights of a layer, and the dequantized values of w13 and w2."""
     e, hidden, inner = sizes
     w13, values13 = stack(e, (inner, inner) if gated else (inner,), hidden, name)
@@ -65,7 +65,7 @@ def one_by_one(weights: ExpertWeights, values13: Tensor, values2: Tensor, x: Ten
     return out
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("k", [1, 2, 8])
 @pytest.mark.parametrize(
     ("gated", "bias", "activation"), [(True, False, "silu"), (True, True, "gelu"), (False, True, "relu")]
 )
@@ -73,7 +73,7 @@ def one_by_one(weights: ExpertWeights, values13: Tensor, values2: Tensor, x: Ten
 def test_the_weighted_sum_of_the_chosen_experts(name, gated, bias, activation, k):
     torch.manual_seed(0)
     weights, values13, values2 = make(name, gated, bias, activation)
-    x, (ids, scores) = torch.randn(11, 100), route(11, 6, k)
+    x, (ids, scores) = torch.randn(11, 100), route(11, 9, k)
     got = experts(weights, torch.float32)(x, ids, scores)
     wanted = one_by_one(weights, values13, values2, x, ids, scores)
     # A last-bit difference before the second quantization may move a value to the next code.
@@ -85,7 +85,7 @@ def test_a_tokens_result_does_not_depend_on_the_others(name):
     torch.manual_seed(0)
     weights, _, _ = make(name)
     forward = experts(weights, torch.float32)
-    x, (ids, scores) = torch.randn(33, 100), route(33, 6, 3)
+    x, (ids, scores) = torch.randn(33, 100), route(33, 9, 3)
     whole = forward(x, ids, scores)
     for some in ([0], [32], [3, 4, 5], list(range(7)), list(range(0, 33, 2))):
         assert torch.equal(forward(x[some], ids[some], scores[some]), whole[some])
@@ -115,7 +115,7 @@ def test_other_dtypes_are_as_close_as_their_rounding(name, dtype):
     if name is None:
         weights = ExpertWeights(weights.w13.to(dtype), weights.w2.to(dtype), None, None, "silu", True)
         values13, values2 = weights.w13, weights.w2
-    x, (ids, scores) = torch.randn(9, 100).to(dtype), route(9, 6, 3)
+    x, (ids, scores) = torch.randn(9, 100).to(dtype), route(9, 9, 3)
     got = experts(weights, dtype)(x, ids, scores)
     wanted = one_by_one(weights, values13, values2, x, ids, scores)
     assert got.dtype == dtype

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs that one program ranks, by comparing each with each.
-_CHUNK = 128
+# Pairs times experts (a power of two) that one program compares. A program among many keeps to what its registers
+# hold on a Hopper GPU; one that is alone may have twice as many and spill a little: it saves two launches.
+_COMPARISONS = 8192
+_COMPARISONS_ALONE = 16384
 
 
 class Blocks(NamedTuple):
@@ -33,21 +35,38 @@ class Blocks(NamedTuple):
 
 
 def max_blocks(pairs: int, experts: int, rows: int) -> int:
-    """The most blocks that ``pairs`` pairs can take: no more than pairs, and one that is not full an expert."""
-    return min(pairs, min(pairs, experts) + max(pairs - 1, 0) // rows)
+    """The most blocks that ``pairs`` pairs can take.
+
+    c pairs of one expert take 1 + (c − 1) // rows blocks: most are taken when as many experts as can have a pair.
+    """
+    used = min(pairs, experts)
+    return used + (pairs - used) // rows
 
 
-@triton.jit
-def _count_kernel(ids_ptr, counts_ptr, pairs, E: tl.constexpr, CHUNK: tl.constexpr):
+def chunk_for(pairs: int, padded: int) -> int:
+    """Pairs that one program ranks, by comparing each with each and with every expert: all of them if they are few.
+
+    Args:
+        pairs: S.
+        padded: E as a power of two.
+    """
+    alone = max(triton.next_power_of_2(pairs), 16)
+    if alone <= 128 and alone * padded <= _COMPARISONS_ALONE:
+        return alone
+    return min(max(_COMPARISONS // padded, 16), 64)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _count_kernel(ids_ptr, counts_ptr, pairs, chunks, E: tl.constexpr, CHUNK: tl.constexpr):
     """How many pairs of a chunk each expert has."""
     chunk = tl.program_id(0)
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + offs, mask=offs < pairs, other=-1).to(tl.int32)
     experts = tl.arange(0, E)
-    tl.store(counts_ptr + chunk * E + experts, tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), 0))
+    tl.store(counts_ptr + experts * chunks + chunk, tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
 def _place_kernel(
     ids_ptr,
     upto_ptr,
@@ -73,8 +92,8 @@ def _place_kernel(
         total = own
         before = tl.zeros([E], tl.int32)
     else:
-        total = tl.load(upto_ptr + (chunks - 1) * E + experts)
-        before = tl.load(upto_ptr + chunk * E + experts) - own
+        total = tl.load(upto_ptr + experts * chunks + chunks - 1)
+        before = tl.load(upto_ptr + experts * chunks + chunk) - own
     block_count = (total + ROWS - 1) // ROWS
     block_end = tl.cumsum(block_count, 0)
     block_start = block_end - block_count
@@ -104,8 +123,9 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> Blocks:
         rows: Rows of a block.
     """
     pairs = experts.numel()
-    blocks, chunks = max_blocks(pairs, num_experts, rows), triton.cdiv(pairs, _CHUNK)
     padded = triton.next_power_of_2(num_experts)
+    chunk = chunk_for(pairs, padded)
+    blocks, chunks = max_blocks(pairs, num_experts, rows), triton.cdiv(pairs, chunk)
     device = experts.device
     ids = experts.contiguous()
     order = torch.empty(blocks * rows, dtype=torch.int32, device=device)
@@ -113,9 +133,10 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> Blocks:
     block_counts = torch.empty_like(block_experts)
     upto = None
     if chunks > 1:
-        counts = torch.empty(chunks, padded, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](ids, counts, pairs, E=padded, CHUNK=_CHUNK, num_warps=4)
-        upto = counts.cumsum(0, dtype=torch.int32)
+        # A sum along the last dimension is a parallel scan; along the first, one thread would walk all chunks.
+        counts = torch.empty(padded, chunks, dtype=torch.int32, device=device)
+        _count_kernel[(chunks,)](ids, counts, pairs, chunks, E=padded, CHUNK=chunk, num_warps=4)
+        upto = counts.cumsum(1, dtype=torch.int32)
     _place_kernel[(chunks,)](
         ids,
         upto,
@@ -126,7 +147,7 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> Blocks:
         blocks,
         chunks,
         E=padded,
-        CHUNK=_CHUNK,
+        CHUNK=chunk,
         ROWS=rows,
         SINGLE=chunks == 1,
         num_warps=4,
