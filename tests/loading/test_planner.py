@@ -4,6 +4,7 @@ import torch
 from requant.errors import CheckpointError, ConfigError, RecipeError
 from requant.loading import check_memory
 from requant.loading.plan import BUDGET
+from requant.recipe import LayerNames
 
 QKV, O_PROJ = "model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.o_proj"
 RECIPE = {"global_quant_config": "ptpc_fp8", "layer_quant_config": {"*.o_proj": "mxfp4"}, "exclude_layer": "nothing"}
@@ -184,3 +185,30 @@ def test_report_without_times(tiny):
     assert [row["layer"] for row in report["kept"]] == ["lm_head"]
     assert report["kept"][0]["reason"]
     assert report["unmatched_patterns"] == ["nothing"]
+
+
+MTP = [
+    LayerNames(f"model.layers.1.{name}", (f"model.layers.1.{name}",), protected, not_loaded="an MTP layer")
+    for name, protected in (("eh_proj", "MTP eh_proj"), ("self_attn.o_proj", None))
+]
+
+
+def test_layers_that_are_not_loaded_are_kept_and_known(tiny):
+    for names in MTP:
+        tiny.tensors[f"{names.module}.weight"] = torch.zeros(96, 200)
+    tiny.tensors["model.layers.1.enorm.weight"] = torch.zeros(96)
+    plan = tiny.plan({"global_quant_config": "mxfp4", "exclude_layer": "*.eh_proj"}, not_loaded=MTP)
+    assert plan.warnings == ()
+    assert plan.unmatched_patterns == ()
+    rows = {row["layer"]: row["reason"] for row in plan.to_report()["kept"]}
+    assert {rows[names.module] for names in MTP} == {"not loaded: an MTP layer"}
+    mtp = layer(plan, "model.layers.1.eh_proj")
+    assert (mtp.bytes_before, mtp.bytes_after, mtp.source) == (96 * 200 * 4, 0, "F32")
+    assert not any(step.tensor.name.startswith("model.layers.1.") for step in plan.steps)
+
+
+def test_layers_that_are_not_loaded_must_be_in_the_checkpoint(tiny):
+    plan = tiny.plan(not_loaded=MTP)
+    assert not {row.name for row in plan.layers} & {names.module for names in MTP}
+    with pytest.raises(RecipeError, match="eh_proj"):
+        tiny.plan({"layer_quant_config": {"*.eh_proj": "mxfp4"}}, not_loaded=MTP)

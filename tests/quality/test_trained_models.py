@@ -134,3 +134,21 @@ def test_greedy_tokens_alone_and_in_a_batch_of_32(models: Path, name: str, tmp_p
         together = [out.outputs[0] for out in llm.generate(prompts, params, progress=False)]
     check_same_tokens(alone, together)
     assert len({out.token_ids for out in alone}) > 16
+
+
+@pytest.mark.parametrize("name", [QWEN, DEEPSEEK_FP8])
+def test_the_server_gives_the_tokens_of_llm(models: Path, name: str, tmp_path: Path) -> None:
+    import openai
+    from requant_server import NAME, serve
+
+    recipe = {"global_quant_config": "ptpc_fp8", "layer_quant_config": {"*expert*": "mxfp4"}, **KEPT}
+    settings = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 100_000_000}
+    prompts = ['def fibonacci(n):\n    """', "import numpy as np\n\n\nclass ", "The following example shows how to "]
+    params = requant.SamplingParams(temperature=0.0, max_tokens=32)
+    with requant.LLM(str(models / name), recipe, online_quant_info_dir=str(tmp_path), **settings) as llm:
+        expected = [out.outputs[0].text for out in llm.generate(prompts, params, progress=False)]
+    with serve(models / name, recipe, tmp_path / "served", settings) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        answer = client.completions.create(model=NAME, prompt=prompts, temperature=0.0, max_tokens=32)
+    assert [choice.text for choice in answer.choices] == expected
+    assert any("numpy" in text or "self" in text or "the" in text for text in expected)  # it speaks of what it learnt

@@ -28,7 +28,7 @@ def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool, not_load
         CheckpointError: A tensor belongs nowhere.
     """
     depth = _depth(used)
-    known = {layer[0] for name in not_loaded if (layer := _LAYER.match(name))}
+    known = {block_of(name) for name in not_loaded}
     unknown: list[str] = []
     beyond: list[str] = []
     for name in checkpoint.tensors:
@@ -46,6 +46,12 @@ def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool, not_load
     if beyond:
         return [f"passed over, being of layers behind the model's last one: {_first(beyond)}"]
     return []
+
+
+def block_of(name: str) -> str | None:
+    """``model.layers.3.`` of any name below it; None for what is in no numbered block."""
+    layer = _LAYER.match(name)
+    return layer[0] if layer else None
 
 
 def _depth(used: Iterable[str]) -> dict[str, int]:

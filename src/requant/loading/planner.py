@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from requant.loading.headers import Checkpoint
-from requant.loading.leftovers import check_leftovers
+from requant.loading.leftovers import block_of, check_leftovers
 from requant.loading.plan import LayerPlan, Plan, ScaleStep, Step
 from requant.loading.protocols import PlainModule, QuantizableModule
 from requant.loading.sources import SourcePart, Sources
@@ -53,7 +53,7 @@ def make_plan(
     reachable = {key: module for key, module in model.named_modules() if isinstance(module, QuantizableModule)}
     for module in reachable.values():
         module.match_checkpoint(checkpoint.tensors)
-    absent = [names for names in not_loaded if f"{names.parts[0]}.weight" in checkpoint.tensors]
+    absent = _present(not_loaded, checkpoint)
     resolution = resolve(recipe, [*(module.names for module in reachable.values()), *absent])
     planner = _Planner(sources, dtype, device)
     for key, module in model.named_modules():
@@ -142,6 +142,12 @@ class _Planner:
                 step, scale = ScaleStep(part.scale, key), len(self.scales)
             self.scales.append(step)
         self.steps.append(Step(part.tensor, key, placement, part.format, storage.format, scale_offset, scale))
+
+
+def _present(not_loaded: Sequence[LayerNames], checkpoint: Checkpoint) -> list[LayerNames]:
+    """Those of the layers that are not loaded whose block (``model.layers.61``) the checkpoint has tensors of."""
+    blocks = {block for name in checkpoint.tensors if (block := block_of(name))}
+    return [names for names in not_loaded if block_of(names.module) in blocks]
 
 
 def _bytes_before(part: SourcePart, placement: Placement) -> int:
