@@ -219,7 +219,11 @@ def test_an_override_that_an_earlier_rule_shadows_is_matched(llama):
 def test_main_model_and_mtp_layers_are_judged_together(deepseek_r1):
     result = run({"layer_quant_config": {"model.layers.61.self_attn.o_proj": "mxfp4"}}, deepseek_r1)
     assert quantized(result) == {}
-    assert result.warnings == ()
+    assert result.warnings == (
+        "layer_quant_config 'model.layers.61.self_attn.o_proj' has no effect: it matches only layers that are not "
+        "loaded (model.layers.61.self_attn.o_proj: MTP layer, needs --method mtp)",
+    )
+    assert run({"layer_quant_config": {"*.self_attn.o_proj": "mxfp4"}}, deepseek_r1).warnings == ()
     assert run({"exclude_layer": "model.layers.61.*"}, deepseek_r1).unmatched_patterns == ()
 
 

@@ -90,15 +90,17 @@ def _outcome(layer: LayerNames, index: int, rule: Rule | None) -> str:
 
 
 def _check_override(rule: Rule, matched: Sequence[LayerNames], layers: Sequence[LayerNames]) -> list[str]:
-    """Refuse an override that can never do anything; warn about one that meets fixed layers only."""
+    """Refuse an override that can never do anything; warn about one that meets fixed or unloaded layers only."""
     if not matched:
         raise RecipeError(_matches_nothing(rule, layers))
-    if any(layer.fixed is None and rule.reaches(layer) for layer in matched):
+    reached = [layer for layer in matched if rule.reaches(layer)]
+    if any(layer.fixed is None and layer.not_loaded is None for layer in reached):
         return []
-    fixed = next((layer for layer in matched if layer.fixed is not None), None)
-    if fixed is not None:
-        why = f"{fixed.module}: {fixed.fixed}"
-        return [f"{rule.label} has no effect: it matches only layers that cannot be quantized ({why})"]
+    if reached:
+        first = reached[0]
+        state = "cannot be quantized" if first.fixed is not None else "are not loaded"
+        why = f"{first.module}: {first.fixed or first.not_loaded}"
+        return [f"{rule.label} has no effect: it matches only layers that {state} ({why})"]
     spellings = dict.fromkeys(repr(own_spelling(layer.module)) for layer in matched)
     kinds = dict.fromkeys(layer.protected or "" for layer in matched)
     raise RecipeError(
