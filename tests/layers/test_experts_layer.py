@@ -236,3 +236,33 @@ def test_forward_is_the_sum_of_the_chosen_experts(tmp_path, gated, bias):
 
 def _bias(tensors, owner, bias):
     return tensors[f"{owner}.bias"].double() if bias else None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["BF16", "block FP8"])
+def test_peak_is_the_finished_experts_and_a_few_chunks(tmp_path, source):
+    """Never a BF16 copy of a layer: here that would be 800 MB."""
+    experts, hidden, inner = 64, 2048, 1024
+    tensors = {}
+    for expert in range(experts):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            n, k = (hidden, inner) if part == "down_proj" else (inner, hidden)
+            weight, name = torch.ones(n, k), f"{NAME}.{expert}.{part}.weight"
+            tensors[name] = weight.to(torch.bfloat16 if source == "BF16" else torch.float8_e4m3fn)
+            if source != "BF16":
+                tensors[f"{name}_scale_inv"] = torch.ones(n // 128, k // 128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = Model(num_experts=experts, hidden_size=hidden, inner_size=inner)
+    plan = make_plan(
+        model,
+        read_headers(tmp_path),
+        Recipe.parse({"global_quant_config": "mxfp4"}),
+        name="m",
+        config=FP8 if source != "BF16" else {},
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
+    torch.cuda.empty_cache()
+    begin = torch.cuda.memory_allocated()
+    peak = load(plan, model).peak_device_memory - begin
+    assert plan.weight_bytes <= peak <= plan.weight_bytes + (96 << 20)
