@@ -163,7 +163,8 @@ def test_rows_of_a_block_follow_the_pairs_of_an_expert() -> None:
     pytest.importorskip("triton")
     from requant.kernels.triton.experts import rows_of_blocks
 
-    assert [rows_of_blocks(8 * t, 128) for t in (1, 16, 256, 300, 1024, 2048, 4096)] == [16, 16, 16, 32, 64, 64, 128]
+    assert [rows_of_blocks(8 * t, 128) for t in (1, 16, 256, 300, 1024, 2048, 4096)] == [16, 16, 16, 32, 64, 128, 128]
+    assert rows_of_blocks(8 * 4096, 128, most=64) == 64
     assert rows_of_blocks(1, 128) == 16
 
 
