@@ -56,6 +56,14 @@ def test_a_token_that_overflowed_gets_experts_that_exist_and_changes_no_other(sc
     assert torch.equal(weights[others], want_weights[others])
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_nothing_depends_on_values(scoring):
+    """Tensors without values are enough: no shape comes from the data, and the device is never waited for."""
+    routing = Routing(12, 4, scoring, renormalize=True, scaling=2.5, groups=4, top_groups=2, group_score=2)
+    ids, weights = routing(torch.empty(50, 12, device="meta"), torch.empty(12, device="meta"))
+    assert (ids.shape, weights.shape) == ((50, 4), (50, 4))
+
+
 def test_scores_that_underflow_do_not_divide_by_zero():
     _, weights = Routing(12, 4, "sigmoid", renormalize=True)(torch.full((1, 12), -200.0))
     assert torch.equal(weights, torch.zeros(1, 4))
