@@ -26,9 +26,11 @@ def test_softmax(top_k, renormalize):
     assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
 
 
+# Where all biases are far below zero, so is what competes with the groups that are out.
+@pytest.mark.parametrize("lowest", [-0.5, -3.0])
 @pytest.mark.parametrize(("group_score", "scoring"), [(1, "softmax"), (2, "sigmoid")])
-def test_only_the_best_groups_are_chosen_from(group_score, scoring):
-    x, bias = logits(), torch.linspace(-0.5, 0.5, 12)
+def test_only_the_best_groups_are_chosen_from(group_score, scoring, lowest):
+    x, bias = logits(), torch.linspace(lowest, lowest + 1, 12)
     routing = Routing(12, 4, scoring, groups=4, top_groups=2, group_score=group_score)
     ids, weights = routing(x, bias)
     scores = x.softmax(-1) if scoring == "softmax" else x.sigmoid()

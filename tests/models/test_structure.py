@@ -127,6 +127,13 @@ def test_deepseeks_routers_are_float32_in_any_model(tiny, case, dtype):
     assert others == {torch.bfloat16}
 
 
+def test_a_model_without_experts_is_dense(tiny):
+    config = tiny.cases["qwen3-moe"]()
+    config.num_experts = 0
+    names = [layer.names.module for layer in model_class(["Qwen3MoeForCausalLM"])(config).quantizable()]
+    assert names == [f"model.layers.{i}.{name}" for i in range(3) for name in LAYER] + ["lm_head"]
+
+
 def test_mtp_layers_are_named_and_not_loaded(tiny):
     config = tiny.cases["deepseek-v3"]()
     config.num_nextn_predict_layers = 2
