@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from requant.errors import ModelError
-from requant.layers.rotary import RotaryEmbedding, rotate
+from requant.layers.rotary import RotaryEmbedding, rotate, rotate_pairs
 
 CPU = torch.device("cpu")
 HEAD = 16
@@ -64,6 +64,17 @@ def test_partial_rotation_leaves_the_rest_of_a_head():
     small.build(torch.float32, CPU)
     torch.testing.assert_close(got[..., :4], rotate(x[..., :4], *small(positions, x.dtype)), rtol=0, atol=0)
     torch.testing.assert_close(got[..., 4:], x[..., 4:], rtol=0, atol=0)
+
+
+def test_neighbours_are_rotated_as_complex_numbers():
+    positions = torch.arange(3, 40)
+    rotary = _built(_config(None))
+    cos, sin = rotary(positions, torch.float32)
+    x = torch.randn(37, 3, HEAD)
+    angles = positions[:, None, None].double() * rotary.inv_freq.double()
+    want = torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles), angles)
+    first, second = rotate_pairs(x, cos, sin).double().chunk(2, dim=-1)
+    torch.testing.assert_close(torch.complex(first, second), want, rtol=1e-5, atol=1e-5)
 
 
 def test_old_configurations_mean_the_same():

@@ -26,9 +26,11 @@ def test_softmax(top_k, renormalize):
     assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
 
 
+# Where all biases are far below zero, so is what competes with the groups that are out.
+@pytest.mark.parametrize("lowest", [-0.5, -3.0])
 @pytest.mark.parametrize(("group_score", "scoring"), [(1, "softmax"), (2, "sigmoid")])
-def test_only_the_best_groups_are_chosen_from(group_score, scoring):
-    x, bias = logits(), torch.linspace(-0.5, 0.5, 12)
+def test_only_the_best_groups_are_chosen_from(group_score, scoring, lowest):
+    x, bias = logits(), torch.linspace(lowest, lowest + 1, 12)
     routing = Routing(12, 4, scoring, groups=4, top_groups=2, group_score=group_score)
     ids, weights = routing(x, bias)
     scores = x.softmax(-1) if scoring == "softmax" else x.sigmoid()
@@ -54,6 +56,14 @@ def test_a_token_that_overflowed_gets_experts_that_exist_and_changes_no_other(sc
     others = torch.arange(50) != 7
     assert torch.equal(ids[others], want_ids[others])
     assert torch.equal(weights[others], want_weights[others])
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_nothing_depends_on_values(scoring):
+    """Tensors without values are enough: no shape comes from the data, and the device is never waited for."""
+    routing = Routing(12, 4, scoring, renormalize=True, scaling=2.5, groups=4, top_groups=2, group_score=2)
+    ids, weights = routing(torch.empty(50, 12, device="meta"), torch.empty(12, device="meta"))
+    assert (ids.shape, weights.shape) == ((50, 4), (50, 4))
 
 
 def test_scores_that_underflow_do_not_divide_by_zero():

@@ -77,7 +77,7 @@ def _deepseek(cls: type[PreTrainedConfig], **changes: object) -> PreTrainedConfi
         "n_group": 4,
         "topk_group": 2,
         "n_shared_experts": 2,
-        "moe_intermediate_size": 20,
+        "moe_intermediate_size": 24,
         "first_k_dense_replace": 1,
         "num_hidden_layers": 3,
         "routed_scaling_factor": 1.7,
@@ -96,6 +96,17 @@ DEEPSEEK_YARN = _rope(
     beta_slow=1,
     original_max_position_embeddings=16,
 )
+
+# As the public DeepSeek-V3 and R1 have it, but for the lengths.
+DEEPSEEK_R1_ROPE = {
+    "type": "yarn",
+    "factor": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 16,
+}
 
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _config(LlamaConfig),
@@ -128,7 +139,14 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek-v2-lite": lambda: _deepseek(
         DeepseekV2Config, topk_method="greedy", q_lora_rank=None, n_group=None, rope_parameters=DEEPSEEK_YARN
     ),
+    "deepseek-v2-biases": lambda: _deepseek(
+        DeepseekV2Config, topk_method="greedy", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-2
+    ),
     "deepseek-v3": lambda: _deepseek(DeepseekV3Config),
+    "deepseek-v3-biases": lambda: _deepseek(
+        DeepseekV3Config, attention_bias=True, rope_interleave=False, first_k_dense_replace=2, rms_norm_eps=1e-2
+    ),
+    "deepseek-v3-old-keys": lambda: _deepseek(DeepseekV3Config, rope_theta=500.0, rope_scaling=DEEPSEEK_R1_ROPE),
     "deepseek-v3-yarn": lambda: _deepseek(DeepseekV3Config, rope_parameters=DEEPSEEK_YARN, n_shared_experts=1),
     "deepseek-v3-plain-queries": lambda: _deepseek(
         DeepseekV3Config, q_lora_rank=None, rope_interleave=False, attention_bias=True, norm_topk_prob=False

@@ -30,8 +30,24 @@ def test_logits_equal_transformers(pair, tiny, schedule):
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
 
 
+def test_without_shared_experts(tiny):
+    """Transformers always makes some: here they add nothing."""
+    theirs = tiny.reference(tiny.cases["deepseek-v3"]())
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("shared_experts.down_proj.weight"):
+            parameter.data.zero_()
+    theirs.config.n_shared_experts = 0
+    model = tiny.ours(theirs)
+    assert not [name for name, _ in model.named_parameters() if "shared_experts" in name]
+    got = tiny.stepper(model, SEQUENCES).run(SCHEDULES["mixed"])
+    torch.testing.assert_close(torch.cat(got), torch.cat(expected(theirs)), rtol=0, atol=1e-4)
+
+
+BFLOAT16 = ["llama-biases", "mistral", "qwen2", "qwen3-tied", "qwen3-moe", "deepseek-v2", "deepseek-v3-yarn"]
+
+
 @pytest.mark.parametrize("schedule", ["prefill", "mixed"])
-@pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen2", "qwen3-tied"])
+@pytest.mark.parametrize("case", BFLOAT16)
 def test_bfloat16_is_as_close_as_its_rounding(tiny, case, schedule):
     theirs = tiny.reference(tiny.cases[case](), torch.bfloat16)
     model = tiny.ours(theirs, torch.bfloat16)

@@ -95,6 +95,45 @@ def test_names_of_models_with_experts_are_vllms(tiny, case):
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({"first_k_dense_replace": 2}, [2, 3, 4]),
+        ({"first_k_dense_replace": 9}, []),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 2}, [0, 2, 4]),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, [2, 4]),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 1}, [1, 2, 3, 4]),
+    ],
+)
+@pytest.mark.parametrize("case", ["deepseek-v2", "deepseek-v3"])
+def test_which_deepseek_layers_have_experts(tiny, case, changes, sparse):
+    config = tiny.cases[case]()
+    for key, value in {"num_hidden_layers": 5, **changes}.items():
+        setattr(config, key, value)
+    model = model_class([type(config).__name__.replace("Config", "ForCausalLM")])(config)
+    names = {layer.names.module for layer in model.quantizable()}
+    assert [i for i in range(5) if f"model.layers.{i}.mlp.experts" in names] == sparse
+    assert [i for i in range(5) if f"model.layers.{i}.mlp.down_proj" not in names] == sparse
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("qwen3-moe", torch.bfloat16), ("deepseek-v2", torch.float32), ("deepseek-v3", torch.float32)],
+)
+def test_deepseeks_routers_are_float32_in_any_model(tiny, case, dtype):
+    model = tiny.ours(tiny.reference(tiny.cases[case](), torch.bfloat16), torch.bfloat16)
+    assert model.get_submodule("model.layers.2.mlp.gate").weight.dtype == dtype
+    others = {p.dtype for name, p in model.named_parameters() if ".gate." not in name}
+    assert others == {torch.bfloat16}
+
+
+def test_a_model_without_experts_is_dense(tiny):
+    config = tiny.cases["qwen3-moe"]()
+    config.num_experts = 0
+    names = [layer.names.module for layer in model_class(["Qwen3MoeForCausalLM"])(config).quantizable()]
+    assert names == [f"model.layers.{i}.{name}" for i in range(3) for name in LAYER] + ["lm_head"]
+
+
 def test_mtp_layers_are_named_and_not_loaded(tiny):
     config = tiny.cases["deepseek-v3"]()
     config.num_nextn_predict_layers = 2
@@ -203,6 +242,13 @@ def test_refusals(cls, changes, message):
         ("deepseek-v3", {"n_group": 8}, "groups of 1 experts are too small"),
         ("deepseek-v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; accepted: noaux_tc"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; accepted: sigmoid"),
+        ("deepseek-v3", {"n_group": None}, "n_group is not given in config.json; accepted: a number"),
+        ("deepseek-v3", {"topk_group": None}, "topk_group is not given"),
+        ("deepseek-v3", {"num_experts_per_tok": None}, "num_experts_per_tok is not given"),
+        ("deepseek-v3", {"first_k_dense_replace": None}, "first_k_dense_replace is not given"),
+        ("deepseek-v3", {"moe_layer_freq": 0}, "moe_layer_freq is 0; accepted: a number from 1"),
+        ("deepseek-v3", {"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq is .0, 1, 1.; accepted: a number from 1"),
+        ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; accepted: softmax"),
         ("deepseek-v2", {"topk_method": "best"}, "topk_method is 'best'; accepted: greedy, group_limited_greedy"),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
         ("deepseek-v2", {"n_group": None}, "n_group is not given"),

@@ -25,8 +25,8 @@ class DeepseekV2ForCausalLM(DecoderCausalLM):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         method = config.topk_method
-        if method not in ("greedy", "group_limited_greedy"):
-            raise ModelError(f"topk_method is {method!r}; accepted: greedy, group_limited_greedy")
+        _check("topk_method", method, "greedy", "group_limited_greedy")
+        _check("scoring_func", getattr(config, "scoring_func", "softmax"), "softmax")
         if config.norm_topk_prob:
             raise ModelError(
                 "norm_topk_prob is true; of DeepSeek-V2 accepted: false, as its public checkpoints have it"
@@ -49,19 +49,16 @@ class DeepseekV3ForCausalLM(DecoderCausalLM):
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        method, scoring = getattr(config, "topk_method", "noaux_tc"), getattr(config, "scoring_func", "sigmoid")
-        if method != "noaux_tc":
-            raise ModelError(f"topk_method is {method!r}; accepted: noaux_tc")
-        if scoring != "sigmoid":
-            raise ModelError(f"scoring_func is {scoring!r}; accepted: sigmoid")
+        _check("topk_method", getattr(config, "topk_method", "noaux_tc"), "noaux_tc")
+        _check("scoring_func", getattr(config, "scoring_func", "sigmoid"), "sigmoid")
         routing = Routing(
             config.n_routed_experts,
-            config.num_experts_per_tok,
+            _given(config, "num_experts_per_tok"),
             scoring="sigmoid",
             renormalize=config.norm_topk_prob,
             scaling=config.routed_scaling_factor,
-            groups=config.n_group,
-            top_groups=config.topk_group,
+            groups=_given(config, "n_group"),
+            top_groups=_given(config, "topk_group"),
             group_score=2,
         )
         make_layer = _layers(config, routing, config.rope_interleave, False, correction_bias=True)
@@ -73,6 +70,10 @@ def _layers(
     config: PreTrainedConfig, routing: Routing, interleaved: bool, mlp_bias: bool, correction_bias: bool = False
 ) -> MakeLayer:
     check_activation(config.hidden_act)
+    # DeepSeek's own code reads moe_layer_freq, transformers does not; the public checkpoints say 1.
+    first_sparse, step = _given(config, "first_k_dense_replace"), getattr(config, "moe_layer_freq", 1)
+    if not isinstance(step, int) or step < 1:
+        raise ModelError(f"moe_layer_freq is {step!r}; accepted: a number from 1")
 
     def make_layer(name: str, index: int) -> DecoderLayer:
         attention = LatentSelfAttention(f"{name}.self_attn", config, interleaved)
@@ -80,7 +81,7 @@ def _layers(
 
     def make_mlp(name: str, index: int) -> nn.Module:
         hidden, inner, act = config.hidden_size, config.moe_intermediate_size, config.hidden_act
-        if index < config.first_k_dense_replace or index % getattr(config, "moe_layer_freq", 1):
+        if index < first_sparse or index % step:
             return Mlp(name, hidden, config.intermediate_size, act, mlp_bias)
         shared = config.n_shared_experts
         return SparseMlp(
@@ -104,6 +105,11 @@ def _mtp_layers(config: PreTrainedConfig, make_layer: MakeLayer) -> Iterator[Lay
             if isinstance(module, QuantizableLayer):
                 yield replace(module.names, not_loaded=_MTP)
         yield LayerNames(head, (head,), protected="MTP shared_head.head", not_loaded=_MTP)
+
+
+def _check(field: str, value: object, *accepted: str) -> None:
+    if value not in accepted:
+        raise ModelError(f"{field} is {value!r}; accepted: {', '.join(accepted)}")
 
 
 def _given(config: PreTrainedConfig, field: str) -> int:
