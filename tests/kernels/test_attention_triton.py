@@ -54,6 +54,10 @@ SMALL = {
     "latent prefill, odd sizes": Case([(3, 30), (9, 9)], heads=(20, 1), dim=40, rest=12, page=8),
     "latent decode": Case([(1, 40), (1, 1), (1, 0), (1, 200)], heads=(4, 1), rest=32),
     "latent decode, many heads": Case([(1, 70), (1, 3)], heads=(80, 1), dim=32, rest=8),
+    "latent decode, two key heads": Case([(1, 20), (1, 3)], heads=(6, 2), dim=32, rest=16),
+    "latent decode, wide": Case([(1, 40), (1, 3)], heads=(20, 1), dim=512, rest=64),
+    "latent prefill, two key heads": Case([(3, 20), (5, 5)], heads=(6, 2), dim=32, rest=16),
+    "latent prefill, wide": Case([(2, 40), (3, 3)], heads=(20, 1), dim=512, rest=64),
 }
 LARGE = {
     "mixed": Case([(700, 1500), (1, 2000), (129, 129), (1, 1)], heads=(32, 4), dim=128),
