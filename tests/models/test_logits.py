@@ -54,5 +54,6 @@ def test_bfloat16_is_as_close_as_its_rounding(tiny, case, schedule):
     got = torch.cat(tiny.stepper(model, SEQUENCES).run(SCHEDULES[schedule]))
     rounded = torch.cat(expected(theirs))
     exact = torch.cat(expected(theirs.float()))
-    noise = (rounded - exact).norm()
-    assert 0 < (got - exact).norm() < 1.5 * noise
+    # Of the tokens the middle one: where rounding sends a token to another expert, its error is no rounding any more.
+    error, noise = ((logits - exact).norm(dim=-1).median() for logits in (got, rounded))
+    assert 0 < error < 1.3 * noise
