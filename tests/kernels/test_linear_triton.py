@@ -137,6 +137,20 @@ def check_activation(kind: str, m: int, k: int, dtype: torch.dtype, device: str)
     assert torch.equal(scale.cpu(), wanted_scale)
 
 
+def check_overflow(name: str, m: int, dtype: torch.dtype, device: str) -> None:
+    """A token of NaN is one behind the layer, and one of Inf too where inputs are quantized; no other token changes."""
+    torch.manual_seed(0)
+    weight, x = make_weight(Case(name, dtype, m, (64,), 160)), make_x(m, 160, dtype).to(device)
+    forward = factory(name)(move(weight, device), dtype)
+    wanted = forward(x)
+    x[1, 5], x[3] = torch.nan, torch.inf
+    got = forward(x)
+    others = [row for row in range(m) if row not in (1, 3)]
+    assert torch.equal(got[others], wanted[others])
+    assert got[1].isnan().all()
+    assert not got[3].isfinite().any()
+
+
 def check_every_mxfp4_value(dtype: torch.dtype, device: str, k: int) -> None:
     """One-hot tokens read the dequantized weight off: exactly, for every code and exponent that is finite.
 
@@ -178,6 +192,14 @@ def test_linear_equals_the_reference(case: Case) -> None:
 @pytest.mark.parametrize(("m", "k", "dtype"), [*ACTIVATIONS, (65, 4096, BF16), (2, 16400, BF16), (300, 12288, FP32)])
 def test_activations_equal_the_reference_bit_for_bit(kind: str, m: int, k: int, dtype: torch.dtype) -> None:
     check_activation(kind, m, k, dtype, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("m", [5, 300])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_that_overflowed_changes_no_other(name: str, m: int, dtype: torch.dtype) -> None:
+    check_overflow(name, m, dtype, "cuda")
 
 
 @gpu
@@ -237,6 +259,8 @@ if __name__ == "__main__":
     for small_kind in KINDS:
         for shape in ACTIVATIONS:
             check_activation(small_kind, *shape, "cpu")
+    for small_name in FORMATS:
+        check_overflow(small_name, 5, FP32, "cpu")
     for small_k in (64, 160):
         check_every_mxfp4_value(FP32, "cpu", small_k)
     print("all passed")

@@ -53,7 +53,9 @@ def check_silu(rows: int, inner: int, dtype: torch.dtype, device: str) -> None:
     assert (got.dtype, got.shape) == (dtype, (rows + 2, inner))
     # Below a gate of -88 its exponential overflows and the result is 0, as torch's own is: off by 1e-36 at most.
     smallest = max(torch.finfo(dtype).smallest_normal, 1e-35)
-    assert ((got.double() - wanted).abs() <= wanted.abs() * ULPS[dtype] * 1.01 + smallest).all()
+    # A GPU takes the exponential of a rounded product with log2(e): off in proportion to the gate.
+    relative = ULPS[dtype] * 1.01 + gate.abs() * 2.0**-22
+    assert ((got.double() - wanted).abs() <= wanted.abs() * relative + smallest).all()
 
 
 def check_quantized_silu(kind: str, rows: int, inner: int, dtype: torch.dtype, device: str) -> None:

@@ -26,10 +26,16 @@ def tile_for(m: int, n: int, *, per_block: bool) -> Tile:
 
 
 @triton.jit
-def _e4m3_to_f16(code):
-    """e4m3 bits (uint8) → float16, exactly: the exponent biases, 7 and 15, differ by 2^8."""
+def _e4m3_to_f16(code, MAY_BE_NAN: tl.constexpr):
+    """e4m3 bits (uint8) → float16, exactly: the exponent biases, 7 and 15, differ by 2^8.
+
+    Weights hold no NaN; an input does where its sequence overflowed, and must still be one behind the layer.
+    """
     bits = code.to(tl.uint16)
-    bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    magnitude = (bits & 0x7F) << 7
+    if MAY_BE_NAN:
+        magnitude = tl.where(magnitude == (0x7F << 7), 0x7E00, magnitude)
+    bits = ((bits & 0x80) << 8) | magnitude.to(tl.uint16)
     return bits.to(tl.float16, bitcast=True) * 256.0
 
 
@@ -70,8 +76,8 @@ def w8a8_tile(
             x = tl.load(x_ptrs, mask=inside, other=0.0)
             w = tl.load(w_ptrs, mask=inside, other=0.0)
         if not FP8_DOT:
-            x = _e4m3_to_f16(x)
-            w = _e4m3_to_f16(w)
+            x = _e4m3_to_f16(x, True)
+            w = _e4m3_to_f16(w, False)
         if PER_BLOCK:
             scale = tl.load(x_scale_ptrs + step * x_scale_stride_k) * tl.load(w_scale_ptrs + step)
             acc += tl.dot(x, tl.trans(w)) * scale

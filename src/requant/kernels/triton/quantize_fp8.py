@@ -45,6 +45,7 @@ def e4m3_bits(x, HARDWARE_CAST: tl.constexpr):
     normal = ((magnitude + 0x0007FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
     small = (tl.abs(x) + E4M3_STEPS).to(tl.int32, bitcast=True) - E4M3_STEPS_BITS
     code = tl.where(magnitude < E4M3_NORMAL_BITS, small, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)  # NaN, of an activation
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
