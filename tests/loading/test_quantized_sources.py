@@ -74,6 +74,22 @@ def test_block_fp8_to_another_target(tiny, target, scale, staging):
     assert row.bytes_before == 312 * 96 + (2 + 1 + 1) * itemsize
 
 
+@pytest.mark.parametrize("recipe", [None, {"global_quant_config": "mxfp4"}])
+def test_scales_may_lie_in_another_file_than_their_weight(make_tiny, recipe):
+    tiny = make_tiny(layers=2)
+    to_block_fp8(tiny, [*PARTS, O_PROJ])
+    names = list(tiny.tensors)
+    assert len({names.index(f"{O_PROJ}.{end}") % 3 for end in ("weight", "weight_scale_inv")}) == 2
+    load(tiny.plan(recipe, tiny.save(shards=3), config=FP8), tiny.model, staging=SMALL)
+    spread = [module(tiny, name) for name in (QKV, O_PROJ)]
+    together = make_tiny(layers=2)
+    together.tensors = tiny.tensors
+    load(together.plan(recipe, together.save(), config=FP8), together.model)
+    for one, name in zip(spread, (QKV, O_PROJ), strict=True):
+        assert torch.equal(bits(one.weight), bits(module(together, name).weight))
+        assert torch.equal(bits(one.weight_scale), bits(module(together, name).weight_scale))
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("suffix", ["weight_scale_inv", "scale"])
 @pytest.mark.parametrize("recipe", [None, {"global_quant_config": "per_block_fp8"}, {"exclude_layer": "*"}])

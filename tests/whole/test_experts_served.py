@@ -98,6 +98,20 @@ def test_a_request_alone_and_in_a_batch_of_32(
     assert len({out.token_ids for out in together}) > 20
 
 
+@pytest.mark.parametrize("recipe", [None, RECIPE, {"global_quant_config": "mxfp4"}], ids=["none", "mixed", "mxfp4"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_plan_counts_every_byte_and_the_report_every_layer(
+    checkpoints: dict[str, Path], name: str, recipe: object
+) -> None:
+    config = EngineConfig.create(model=str(checkpoints[name]), online_quant_config=recipe, device="cpu")
+    planned = plan_model(config)
+    load(planned.plan, planned.model)
+    assert sum(parameter.nbytes for parameter in planned.model.parameters()) == planned.plan.weight_bytes
+    report = planned.plan.to_report()
+    listed = [row["layer"] for row in (*report["layers"], *report["kept"])]
+    assert sorted(listed) == sorted(layer.names.module for layer in planned.model.quantizable())
+
+
 def test_mxfp4_sources_are_warned_of(checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     for name in ("qwen3_moe-mxfp4", "qwen3_moe-quark"):
         caplog.clear()
