@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from requant_models import make_checkpoint
+import torch
+from requant_models import MXFP4, make_checkpoint, quantize_checkpoint
 
 import requant
 from requant.entrypoints import cli, openai_server
@@ -96,6 +97,24 @@ def test_plan_explains_one_layer(checkpoint: str, capsys: pytest.CaptureFixture[
     assert "'*.mlp.*' -> mxfp4" in out
     assert cli.main(["plan", *flags, "model.layers.1.mlp.upp_proj"]) == 2
     assert "no layer is named 'model.layers.1.mlp.upp_proj'" in capsys.readouterr().err
+
+
+def test_plan_explains_what_the_checkpoint_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers that are passed through whatever their target."""
+    make_checkpoint(tmp_path, dtype=torch.bfloat16, intermediate_size=192)
+    quantize_checkpoint(tmp_path, MXFP4, "mxfp4", lambda name: ".mlp." in name)
+    flags = ["--model", str(tmp_path), "--online_quant_config", '{"global_quant_config":"ptpc_fp8"}', "--explain"]
+    assert cli.main(["plan", *flags, "model.layers.1.mlp.up_proj"]) == 0
+    reason = "mxfp4 in the checkpoint, passed through unchanged, not quantized to ptpc_fp8"
+    assert capsys.readouterr().out.splitlines()[-1] == f"  => kept: {reason}"
+    assert cli.main(["plan", *flags, "model.layers.1.self_attn.o_proj"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "  => ptpc_fp8"
+
+
+def test_plan_explains_no_layer_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    assert cli.main(["plan", "--model", str(tmp_path), "--explain", "model.layers.2.eh_proj"]) == 2
+    assert "no layer is named 'model.layers.2.eh_proj'" in capsys.readouterr().err
 
 
 def test_plan_reads_no_weight(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from requant.errors import CheckpointError
 from requant.formats import FORMATS, quantize
 from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import LatentAttention
@@ -39,6 +40,19 @@ def test_projections_use_the_dequantized_values(format, dtype):
         torch.testing.assert_close(layer.expand(out)[:, head], out[:, head] @ values.T, **tolerance)
     assert layer.activation(format) is None
     assert layer.layout_bytes(format, dtype, CPU) == (weight.nbytes if format else 0)
+
+
+def test_dequantized_values_beyond_the_dtype_are_refused():
+    layer = LatentProjection("kv_b_proj", HEADS, LATENT, KEY, VALUE)
+    q = quantize(torch.full((HEADS * (KEY + VALUE), LATENT), 1e5), "ptpc_fp8")
+    for dtype in (torch.bfloat16, torch.float16):
+        layer.build(FORMATS["ptpc_fp8"], dtype, CPU)
+        layer.weight.data.copy_(q.data)
+        layer.weight_scale.data.copy_(q.scale)
+        if dtype == torch.bfloat16:
+            layer.finish()
+    with pytest.raises(CheckpointError, match=r"kv_b_proj: 2816 of 2816 dequantized values are .* \(as float16\)"):
+        layer.finish()
 
 
 def test_a_tokens_projection_does_not_depend_on_the_others():

@@ -172,8 +172,11 @@ def test_mxfp4_passes_through(tiny, recipe, section, scale):
 
 def test_an_mxfp4_checkpoint_must_say_so(tiny):
     to_mxfp4(tiny, PARTS)
-    with pytest.raises(CheckpointError, match=r"q_proj.weight of .* has shape \[200, 48\]; .* needs \[200, 96\]"):
+    message = r"q_proj.weight of .* is U8{}; accepted: .* U8 with MXFP4 scales in a checkpoint that is declared as such"
+    with pytest.raises(CheckpointError, match=message.format("")):
         tiny.plan()
+    with pytest.raises(CheckpointError, match=message.format(" in a checkpoint with quant_method 'fp8'")):
+        tiny.plan(config=FP8)
 
 
 def test_fp8_needs_no_declaration(tiny):
@@ -248,6 +251,16 @@ def test_values_that_overflow_bfloat16_are_found_after_the_rounding(tiny):
     tiny.tensors[f"{O_PROJ}.weight_scale_inv"][0, 0] = 3.4e38 / 448  # finite in float32, Inf in bfloat16
     plan = tiny.plan({"global_quant_config": "ptpc_fp8"}, config=FP8)
     with pytest.raises(CheckpointError, match=rf"{96 * 128} of 19200 values are NaN or Inf \(as bfloat16\)"):
+        load(plan, tiny.model)
+
+
+def test_values_that_overflow_float16_are_found_where_they_are_dequantized(tiny):
+    to_block_fp8(tiny, PARTS[:1])
+    bits(tiny.tensors[f"{PARTS[0]}.weight"])[:128] = 0x7E  # 448
+    tiny.tensors[f"{PARTS[0]}.weight_scale_inv"][0, 0] = 200
+    load(tiny.plan(config=FP8), tiny.model)
+    plan = tiny.plan(config=FP8, dtype=torch.float16)
+    with pytest.raises(CheckpointError, match=rf"q_proj.weight of .*: {128 * 96} of 19200 values .* \(as float16\)"):
         load(plan, tiny.model)
 
 

@@ -38,8 +38,10 @@ def plan(parsed: argparse.Namespace) -> None:
     planned = plan_model(config, headers_only=True)
     if parsed.explain is not None:
         recipe = Recipe.parse(config.quant.online_quant_config)
+        kept = {layer.name: layer.storage.reason for layer in planned.plan.kept}
         names = [layer.names for layer in planned.model.quantizable()]
-        print(explain(recipe, [*names, *planned.model.not_loaded], parsed.explain))
+        absent = [layer for layer in planned.model.not_loaded if layer.module in kept]
+        print(explain(recipe, [*names, *absent], parsed.explain, kept))
     elif parsed.json:
         json.dump(planned.plan.to_report(), sys.stdout, indent=2)
         print()

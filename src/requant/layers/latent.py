@@ -6,6 +6,8 @@ Legend: T tokens, H heads, R latent size, Dn and Dv sizes of a head's keys (with
 import torch
 from torch import Tensor
 
+from requant.errors import CheckpointError
+from requant.formats import count_nonfinite
 from requant.formats.base import Format, QuantizedTensor
 from requant.kernels.table import lookup
 from requant.layers.linear import Linear, Part
@@ -42,13 +44,22 @@ class LatentProjection(Linear):
         return self.out_features * self.in_features * dtype.itemsize if format else 0
 
     def finish(self) -> None:
-        """Make the values."""
+        """Make the values.
+
+        Raises:
+            CheckpointError: Some of them are beyond the range of the model's dtype.
+        """
         assert self.weight is not None, "build() comes first"
         values = self.weight.data
         if self._format is not None:
             assert self.weight_scale is not None
             shape = (self.out_features, self.in_features)
             values = QuantizedTensor(values, self.weight_scale.data, self._format, shape).dequantize(self._dtype)
+            if bad := int(count_nonfinite(values)):
+                raise CheckpointError(
+                    f"{self.names.module}: {bad} of {values.numel()} dequantized values are NaN or Inf "
+                    f"(as {str(self._dtype).removeprefix('torch.')})"
+                )
         self._to_keys, self._to_values = values.view(self._heads).split(self._sizes, dim=1)
 
     def absorb(self, q: Tensor) -> Tensor:

@@ -104,9 +104,10 @@ class Sources:
             CheckpointError: It is missing, or has another shape or dtype than what can be loaded.
         """
         info = self._tensor(placement.tensor)
-        _check_shape(info, placement.whole or placement.shape)
+        # The dtype first: packed codes have another shape, too, which alone would not tell what they are.
         if info.dtype not in SOURCE_DTYPES:
             raise self._refused(info, "")
+        _check_shape(info, placement.whole or placement.shape)
         return info
 
     def part(self, placement: Placement) -> SourcePart:

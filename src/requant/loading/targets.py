@@ -126,9 +126,9 @@ class Targets:
         first = start // group
         scale = target.source_scale[first : first + source_format.scale_shape(stop - start, k)[0]]
         if format is None:
-            values = source_format.dequantize(codes, scale, (stop - start, k)).to(torch.bfloat16)
-            self._count(index, values)
-            target.data[start:stop].copy_(values)
+            written = target.data[start:stop]
+            written.copy_(source_format.dequantize(codes, scale, (stop - start, k)).to(torch.bfloat16))
+            self._count(index, written)  # after the cast, as above
             return
         run = lookup("requantize", format.name, self._device.type)
         bad = self._bad[index : index + 1]
@@ -191,8 +191,11 @@ def _numel(step: Step) -> int:
 def _checked_as(target: _Target) -> str:
     """The dtype of the values whose finiteness was checked."""
     step = target.step
-    if step.source is not None:
-        dtype = step.source.data_dtype if step.source == step.format else torch.bfloat16
+    if step.source is not None and step.source == step.format:
+        dtype = step.source.data_dtype
+    elif step.source is not None:
+        # Rounded to bfloat16 first; a parameter that is not quantized may have less range than that.
+        dtype = torch.float16 if target.data.dtype == torch.float16 else torch.bfloat16
     else:
         dtype = SOURCE_DTYPES[step.tensor.dtype] if step.format else target.data.dtype
     return str(dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
 """Why a layer gets its target: the rules in the order in which they were tried."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from requant.errors import RecipeError
 from requant.recipe.layer import LayerNames
@@ -11,13 +11,15 @@ from requant.recipe.rules import Rule, rules_of
 from requant.recipe.schema import Recipe
 
 
-def explain(recipe: Recipe, layers: Sequence[LayerNames], name: str) -> str:
+def explain(recipe: Recipe, layers: Sequence[LayerNames], name: str, kept: Mapping[str, str] | None = None) -> str:
     """Tell which rules were tried on a layer, in what order, and which decided.
 
     Args:
         recipe: The recipe.
         layers: The model's layers, as :func:`requant.recipe.resolve` takes them.
         name: A module's name or the checkpoint name of one of its parts, with or without ``.weight``.
+        kept: Why layers keep what the checkpoint has, by module name: beside the recipe's own reasons, what is
+            quantized already may be passed through whatever its target.
 
     Returns:
         Several lines: the layer, one line per rule tried, the outcome for the layer.
@@ -34,7 +36,7 @@ def explain(recipe: Recipe, layers: Sequence[LayerNames], name: str) -> str:
     rules = rules_of(recipe)
     title = layer.module if wanted == layer.module else f"{wanted} (a part of {layer.module})"
     steps = [] if layer.fixed or layer.not_loaded else _steps(layer, rules, asked)
-    return "\n".join([title, *(f"  {step}" for step in steps), f"  => {_outcome(layer, rules)}"])
+    return "\n".join([title, *(f"  {step}" for step in steps), f"  => {_outcome(layer, rules, kept or {})}"])
 
 
 def _steps(layer: LayerNames, rules: Sequence[Rule], asked: Sequence[int]) -> list[str]:
@@ -62,9 +64,10 @@ def _steps(layer: LayerNames, rules: Sequence[Rule], asked: Sequence[int]) -> li
     return steps
 
 
-def _outcome(layer: LayerNames, rules: Sequence[Rule]) -> str:
+def _outcome(layer: LayerNames, rules: Sequence[Rule], kept: Mapping[str, str]) -> str:
     try:
         decision = decide(layer, rules, [rule.hits(layer) for rule in rules])
     except RecipeError as error:
         return f"error: {error}"
-    return decision.format or f"kept: {decision.reason}"
+    reason = kept.get(layer.module, decision.reason)
+    return f"kept: {reason}" if reason else decision.format or ""
