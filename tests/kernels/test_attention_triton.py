@@ -4,15 +4,13 @@ On a GPU every case runs; without one, the small cases run under Triton's interp
 (``TRITON_INTERPRET`` must be set before Triton is imported): this file is that process's program.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
 import torch
+from requant_triton import nan_empty, run_small_cases
 from torch import Tensor
 
 from requant.kernels.attention_batch import AttentionBatch
@@ -134,11 +132,6 @@ def error(actual: Tensor, wanted: Tensor) -> float:
     return float((actual.float().cpu() - wanted).norm() / wanted.norm())
 
 
-def nan_empty(*shape: int, **options: object) -> Tensor:
-    """``torch.empty`` whose memory is poisoned, so that what a kernel fails to write is seen."""
-    return torch.zeros(*shape, **options).fill_(float("nan"))  # type: ignore[call-overload]
-
-
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
     """Write the step's keys and values, attend, and compare both with the reference."""
     from requant.kernels.triton.attention import attention
@@ -169,11 +162,7 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == f"{2 * len(SMALL)} passed"
+    run_small_cases(__file__)
 
 
 def test_splits_fill_the_device_and_none_is_empty() -> None:
@@ -251,4 +240,4 @@ if __name__ == "__main__":
     small = [(case, dtype) for case in SMALL.values() for dtype in (torch.float32, torch.float16)]
     for small_case, small_dtype in small:
         check(small_case, small_dtype, "cpu")
-    print(f"{len(small)} passed")
+    print("all passed")

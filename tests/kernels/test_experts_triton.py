@@ -4,14 +4,12 @@ On a GPU every case runs; without one, the small cases run under Triton's interp
 (``TRITON_INTERPRET`` must be set before Triton is imported): this file is that process's program.
 """
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from requant_triton import nan_empty, run_small_cases
 from torch import Tensor
 
 from requant.formats import FORMATS, QuantizedStack
@@ -109,12 +107,6 @@ def make(case: Case, device: str) -> tuple[ExpertWeights, Tensor, Tensor, Tensor
     return weights, x.to(device, case.dtype), ids.to(device), scores.to(device)
 
 
-def nan_empty(*shape: int, **options: object) -> Tensor:
-    """``torch.empty`` whose memory is poisoned, so that what a kernel fails to write is seen."""
-    empty = torch.zeros(*shape, **options)  # type: ignore[call-overload]
-    return empty.fill_(float("nan")) if empty.dtype.is_floating_point else empty.fill_(0x7F)
-
-
 def error(actual: Tensor, wanted: Tensor) -> float:
     """Relative Frobenius error; NaN if anything is NaN."""
     return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
@@ -150,11 +142,7 @@ def check_overflow(case: Case, device: str) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "all passed"
+    run_small_cases(__file__)
 
 
 def test_rows_of_a_block_follow_the_pairs_of_an_expert() -> None:

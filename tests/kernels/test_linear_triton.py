@@ -4,9 +4,6 @@ On a GPU every case runs; without one, the small cases run under Triton's interp
 (``TRITON_INTERPRET`` must be set before Triton is imported): this file is that process's program.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from requant_triton import nan_empty, run_small_cases
 from torch import Tensor
 
 from requant.formats import FORMATS, QuantizedTensor, quantize
@@ -99,12 +97,6 @@ def error(actual: Tensor, wanted: Tensor) -> float:
     return float((actual.cpu().double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def nan_empty(*shape: int, **options: object) -> Tensor:
-    """``torch.empty`` whose memory is poisoned, so that what a kernel fails to write is seen."""
-    empty = torch.zeros(*shape, **options)  # type: ignore[call-overload]
-    return empty.fill_(float("nan")) if empty.dtype.is_floating_point else empty.fill_(0xFF)
-
-
 def check_linear(case: Case, device: str) -> None:
     """The factory's forward against the reference's, both from the same codes."""
     torch.manual_seed(0)
@@ -167,11 +159,7 @@ def check_every_mxfp4_value(dtype: torch.dtype, device: str, k: int) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "all passed"
+    run_small_cases(__file__)
 
 
 def test_scale_rows_begin_anew_with_every_part() -> None:

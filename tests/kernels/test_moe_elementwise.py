@@ -4,14 +4,12 @@ On a GPU every case runs; without one, the small cases run under Triton's interp
 (``TRITON_INTERPRET`` must be set before Triton is imported): this file is that process's program.
 """
 
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from requant_triton import nan_empty, run_small_cases
 from torch import Tensor
 
 from requant.kernels.activation import quantize_activation
@@ -24,12 +22,6 @@ KINDS = ["fp8_per_token", "fp8_1x128"]
 # Rows, inner size: below, at, above and between multiples of 128.
 SHAPES = [(1, 96), (3, 128), (5, 192), (2, 768), (4, 1000)]
 COMBINES = [(1, 1, 64), (3, 2, 200), (5, 8, 1030)]
-
-
-def nan_empty(*shape: int, **options: object) -> Tensor:
-    """``torch.empty`` whose memory is poisoned, so that what a kernel fails to write is seen."""
-    empty = torch.zeros(*shape, **options)  # type: ignore[call-overload]
-    return empty.fill_(float("nan")) if empty.dtype.is_floating_point else empty.fill_(0x7F)
 
 
 def make(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
@@ -86,11 +78,7 @@ def check_combine(tokens: int, choices: int, hidden: int, dtype: torch.dtype, de
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "all passed"
+    run_small_cases(__file__)
 
 
 @gpu

@@ -5,13 +5,11 @@ On a GPU every case runs; without one, the small cases run under Triton's interp
 """
 
 import itertools
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
+from requant_triton import run_small_cases
 from torch import Tensor
 
 gpu = pytest.mark.gpu
@@ -72,11 +70,7 @@ def check_sort(ids: Tensor, num_experts: int, rows: int, device: str) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1] == "all passed"
+    run_small_cases(__file__)
 
 
 def test_the_number_of_blocks_is_the_most_that_any_routing_takes() -> None:
