@@ -86,7 +86,8 @@ def test_models_that_are_not_there(refused: Callable[..., str], model: str) -> N
         ({"architectures": [["LlamaForCausalLM"]]}, "unknown architecture"),
         ({"architectures": None}, "unknown architecture (none given)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
-        ({"quantization_config": ["gptq"]}, "transformers cannot read"),
+        ({"quantization_config": ["gptq"]}, "quantization_config of the checkpoint is a list; accepted: an object"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' without weight_block_size"),
         (
             {"hidden_size": "96"},
             "Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected int",

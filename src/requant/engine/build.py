@@ -32,7 +32,7 @@ from requant.loading import (
 )
 from requant.models.base import CausalLM
 from requant.models.registry import model_class
-from requant.recipe import Recipe
+from requant.recipe import Recipe, source_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
     name, revision = config.model.model, config.model.revision
     checkpoint = inspect(name, revision) if headers_only else read_headers(locate(name, revision))
     raw = read_config(checkpoint.folder)
+    source_quantization(raw)  # what is not accepted is refused here, before transformers takes offence at it
     model_type = model_class(raw.get("architectures"))
     hf_config = _hf_config(checkpoint, config.model.trust_remote_code)
     model = _model(model_type, hf_config, checkpoint)
