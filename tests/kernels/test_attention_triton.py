@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from requant_triton import nan_empty, run_small_cases
+from requant_triton import check_small_cases, nan_empty
 from torch import Tensor
 
 from requant.kernels.attention_batch import AttentionBatch
@@ -162,7 +162,7 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    run_small_cases(__file__)
+    check_small_cases(__file__)
 
 
 def test_splits_fill_the_device_and_none_is_empty() -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from requant_triton import nan_empty, run_small_cases
+from requant_triton import check_small_cases, nan_empty
 from torch import Tensor
 
 from requant.formats import FORMATS, QuantizedStack
@@ -142,7 +142,7 @@ def check_overflow(case: Case, device: str) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    run_small_cases(__file__)
+    check_small_cases(__file__)
 
 
 def test_rows_of_a_block_follow_the_pairs_of_an_expert() -> None:

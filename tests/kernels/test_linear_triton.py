@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from requant_triton import nan_empty, run_small_cases
+from requant_triton import check_small_cases, nan_empty
 from torch import Tensor
 
 from requant.formats import FORMATS, QuantizedTensor, quantize
@@ -159,7 +159,7 @@ def check_every_mxfp4_value(dtype: torch.dtype, device: str, k: int) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    run_small_cases(__file__)
+    check_small_cases(__file__)
 
 
 def test_scale_rows_begin_anew_with_every_part() -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from requant_triton import nan_empty, run_small_cases
+from requant_triton import check_small_cases, nan_empty
 from torch import Tensor
 
 from requant.kernels.activation import quantize_activation
@@ -78,7 +78,7 @@ def check_combine(tokens: int, choices: int, hidden: int, dtype: torch.dtype, de
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    run_small_cases(__file__)
+    check_small_cases(__file__)
 
 
 @gpu

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from requant_triton import run_small_cases
+from requant_triton import check_small_cases
 from torch import Tensor
 
 gpu = pytest.mark.gpu
@@ -70,7 +70,7 @@ def check_sort(ids: Tensor, num_experts: int, rows: int, device: str) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    run_small_cases(__file__)
+    check_small_cases(__file__)
 
 
 def test_the_number_of_blocks_is_the_most_that_any_routing_takes() -> None:

@@ -6,7 +6,7 @@ On a GPU every case runs; without one, the small cases run under Triton's interp
 
 import pytest
 import torch
-from requant_triton import run_small_cases
+from requant_triton import check_small_cases
 from torch import Tensor
 
 from requant.errors import CheckpointError
@@ -89,7 +89,7 @@ def check(n: int, k: int, target: str, scales: str, device: str) -> None:
 
 
 def test_small_cases_under_the_interpreter() -> None:
-    run_small_cases(__file__)
+    check_small_cases(__file__)
 
 
 @gpu

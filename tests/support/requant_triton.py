@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def run_small_cases(program: str) -> None:
+def check_small_cases(program: str) -> None:
     """Run a test file under the interpreter, on the CPU whatever the machine has."""
     pytest.importorskip("triton")
     paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
