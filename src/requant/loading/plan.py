@@ -1,6 +1,7 @@
 """The plan: what loading will do, decided before a weight is read. Made by :func:`requant.loading.make_plan`."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from requant.errors import ConfigError
 from requant.formats.base import Format
 from requant.loading.headers import TensorInfo
-from requant.loading.sources import ScalePart, rows_of
+from requant.loading.sources import ScalePart
 from requant.loading.storage import Storage
 from requant.loading.units import show_bytes
 from requant.parallel import Placement
@@ -52,13 +53,14 @@ class Step:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the tensor."""
-        return self.tensor.nbytes // max(rows_of(self.placement), 1) if self.placement.shape else self.tensor.nbytes
+        """Bytes of one row of the tensor; rows are counted as :class:`~requant.parallel.Placement` says."""
+        leading = self.tensor.shape[: len(self.tensor.shape) - len(self.placement.shape) + 1]
+        return self.tensor.nbytes // max(prod(leading), 1)
 
     @property
     def rows(self) -> int:
         """How many rows are read."""
-        return self.placement.shape[0] if self.placement.shape else 1
+        return self.placement.shape[0]
 
     @property
     def begin(self) -> int:
@@ -87,21 +89,6 @@ class ScaleStep:
     module: str
     parameter: str = ""
     offset: int = 0
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return self.part.tensor.nbytes // max(self.part.tensor.numel, 1) * self.part.shape[1]
-
-    @property
-    def begin(self) -> int:
-        """Offset of the first byte that is read, within the tensor."""
-        return self.part.start * self.row_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read."""
-        return self.part.shape[0] * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -181,7 +168,7 @@ class Plan:
     @property
     def bytes_to_read(self) -> int:
         """Bytes that are read from the checkpoint."""
-        return sum(step.nbytes for step in self.scales) + sum(step.nbytes for step in self.steps)
+        return sum(step.part.nbytes for step in self.scales) + sum(step.nbytes for step in self.steps)
 
     @property
     def weight_bytes(self) -> int:

@@ -151,8 +151,7 @@ def _present(not_loaded: Sequence[LayerNames], checkpoint: Checkpoint) -> list[L
 
 
 def _bytes_before(part: SourcePart, placement: Placement) -> int:
-    step = Step(part.tensor, "", placement)
-    return step.nbytes + (ScaleStep(part.scale, "").nbytes if part.scale else 0)
+    return Step(part.tensor, "", placement).nbytes + (part.scale.nbytes if part.scale else 0)
 
 
 def _not_loaded(names: LayerNames, decision: Decision, checkpoint: Checkpoint) -> LayerPlan:

@@ -64,6 +64,20 @@ class ScalePart:
     start: int
     shape: tuple[int, int]
 
+    @property
+    def begin(self) -> int:
+        """Offset of their first byte, within the tensor."""
+        return self.start * self.shape[1] * self._itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return prod(self.shape) * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        return self.tensor.nbytes // max(self.tensor.numel, 1)
+
 
 @dataclass(frozen=True)
 class SourcePart:
@@ -178,8 +192,3 @@ def _check_shape(info: TensorInfo, shape: tuple[int, ...]) -> None:
             f"tensor {info.name} of {info.file} has shape {list(info.shape)}; "
             f"the model's configuration needs {list(shape)}"
         )
-
-
-def rows_of(placement: Placement) -> int:
-    """Rows of the checkpoint tensor that a placement takes its own from; see :class:`Placement`."""
-    return prod(placement.whole or placement.shape) // prod(placement.shape[1:])

@@ -142,26 +142,23 @@ def _build(plan: Plan, model: nn.Module) -> None:
 
 def _scale_chunks(plan: Plan, targets: Targets) -> list[_Chunk]:
     """The checkpoint's scales, in the order of files and offsets; they are small and never cut."""
-    order = sorted(range(len(plan.scales)), key=lambda i: _position(plan.scales[i].part.tensor, plan.scales[i].begin))
-    return [
-        _Chunk(Extent(step.part.tensor, step.begin, step.nbytes), partial(targets.fill_scale, index))
-        for index, step in ((index, plan.scales[index]) for index in order)
+    chunks = [
+        _Chunk(Extent(step.part.tensor, step.part.begin, step.part.nbytes), partial(targets.fill_scale, index))
+        for index, step in enumerate(plan.scales)
     ]
-
-
-def _position(tensor: TensorInfo, begin: int) -> tuple[str, int]:
-    return str(tensor.file), tensor.start + begin
+    return sorted(chunks, key=lambda c: (str(c.extent.tensor.file), c.extent.tensor.start + c.extent.begin))
 
 
 def _weight_chunks(plan: Plan, targets: Targets, limit: int) -> list[_Chunk]:
     """Everything else, in pieces that can be placed by themselves."""
     chunks = []
     for index, step in enumerate(plan.steps):
-        rows, row_bytes, align = step.rows, step.row_bytes, 1
         if step.source or step.format:
+            rows, row_bytes = step.rows, step.row_bytes
             align = lcm(*(format.group[0] for format in (step.source, step.format) if format))
-        else:
-            rows, row_bytes = prod(step.placement.shape), step.nbytes // max(prod(step.placement.shape), 1)
+        else:  # single elements, for a vector is one long row
+            rows, align = prod(step.placement.shape), 1
+            row_bytes = step.nbytes // max(rows, 1)
         for start, stop in row_chunks(rows, row_bytes, limit, align):
             extent = Extent(step.tensor, step.begin + start * row_bytes, (stop - start) * row_bytes)
             chunks.append(_Chunk(extent, partial(targets.fill, index, start, stop), step.converts))

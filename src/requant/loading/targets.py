@@ -1,6 +1,7 @@
 """The end of a weight's way: from bytes on the device into its slice of a final parameter."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,6 @@ from requant.errors import CheckpointError
 from requant.formats import count_nan_codes, count_nonfinite
 from requant.formats.mxfp4 import e8m0_to_float32
 from requant.kernels.table import lookup
-from requant.loading.headers import TensorInfo
 from requant.loading.plan import Plan, Step
 from requant.loading.sources import SOURCE_DTYPES
 
@@ -90,18 +90,17 @@ class Targets:
             CheckpointError: Names the first such tensor, with the count, and how many others there are.
         """
         bad = [
-            (step.part.tensor, step.part.shape[0] * step.part.shape[1], "scales", count)
+            (step.part.tensor, prod(step.part.shape), "scales", count)
             for step, count in zip(self._scale_steps, self._bad_scales.tolist(), strict=True)
             if count
         ]
         bad += [
-            (target.step.tensor, _numel(target.step), _checked_as(target), count)
+            (target.step.tensor, prod(target.step.placement.shape), _checked_as(target), count)
             for target, count in zip(self._targets, self._bad.tolist(), strict=True)
             if count
         ]
         if not bad:
             return
-        info: TensorInfo
         info, values, shown, count = bad[0]
         more = f"; so are values of {len(bad) - 1} more tensors" if len(bad) > 1 else ""
         raise CheckpointError(
@@ -152,8 +151,6 @@ def _scale_rows(target: _Target, start: int, stop: int) -> Tensor:
 def _target(step: Step, module: nn.Module, scales: list[Tensor]) -> _Target:
     placement = step.placement
     parameter = module.get_parameter(placement.parameter).data
-    if not placement.shape:
-        return _Target(step, parameter, None, None)
     source_scale = scales[step.scale] if step.scale is not None else None
     if step.format is None:
         rows = parameter.view(-1, *placement.shape[1:])
@@ -168,7 +165,7 @@ def _target(step: Step, module: nn.Module, scales: list[Tensor]) -> _Target:
 
 def _scale_targets(plan: Plan, modules: dict[str, nn.Module]) -> list[Tensor]:
     """For each scale step the tensor it fills: rows of a parameter, or a piece of memory that loading drops."""
-    sizes = [0 if step.parameter else step.part.shape[0] * step.part.shape[1] for step in plan.scales]
+    sizes = [0 if step.parameter else prod(step.part.shape) for step in plan.scales]
     pieces = torch.empty(sum(sizes), dtype=torch.float32, device=plan.device).split(sizes) if sizes else ()
     targets = []
     for step, piece in zip(plan.scales, pieces, strict=True):
@@ -179,13 +176,6 @@ def _scale_targets(plan: Plan, modules: dict[str, nn.Module]) -> list[Tensor]:
         else:
             targets.append(piece.view(rows, columns))
     return targets
-
-
-def _numel(step: Step) -> int:
-    count = 1
-    for size in step.placement.shape:
-        count *= size
-    return count
 
 
 def _checked_as(target: _Target) -> str:
