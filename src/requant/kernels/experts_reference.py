@@ -17,15 +17,12 @@ class ReferenceExperts:
     """x [T, H], experts [T, k] and their weights → y [T, H], one expert after the other.
 
     Both products round once to the model's dtype; the activation in between and the weighted sum, in the order of
-    the choices, are float32 and round once as well. A token's result does not depend on the others.
-
-    Attributes:
-        nbytes: Bytes of the dequantized float32 weights that stand beside quantized ones.
+    the choices, are float32 and round once as well. A token's result does not depend on the others. Quantized
+    weights are dequantized once, to float32 copies that stand beside them.
     """
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
         self._w13, self._w2 = _dense(weights.w13), _dense(weights.w2)
-        self.nbytes = sum(w.nbytes for w in (self._w13, self._w2)) if _kind(weights) is not None else 0
         self._weights = weights
         self._activation = weights.w13.format.activation if isinstance(weights.w13, QuantizedStack) else None
         self._act = ACT2FN[weights.activation]
@@ -72,7 +69,3 @@ def experts(weights: ExpertWeights, dtype: torch.dtype) -> ReferenceExperts:
 
 def _dense(weight: Tensor | QuantizedStack) -> Tensor:
     return weight.dequantize() if isinstance(weight, QuantizedStack) else weight
-
-
-def _kind(weights: ExpertWeights) -> str | None:
-    return weights.w13.format.name if isinstance(weights.w13, QuantizedStack) else None

@@ -72,7 +72,7 @@ class QuantizableLayer(nn.Module):
         """Once all bytes are in place: the layout step that the GEMM needs."""
 
 
-def not_finished(x: Tensor) -> Tensor:
+def not_finished(*inputs: Tensor) -> Tensor:
     """The forward of a layer that is not loaded.
 
     Raises:

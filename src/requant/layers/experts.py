@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from requant.formats.base import Format, QuantizedStack
 from requant.kernels.experts import UNQUANTIZED, ExpertWeights
 from requant.kernels.table import layout_bytes, lookup
-from requant.layers.base import QuantizableLayer, empty_parameter
+from requant.layers.base import QuantizableLayer, empty_parameter, not_finished
 from requant.parallel import Placement
 from requant.recipe.layer import LayerNames
 
@@ -72,7 +72,7 @@ class Experts(QuantizableLayer):
                 self.register_parameter(f"{prefix}_{suffix}", None)
         self._format: Format | None = None
         self._dtype = torch.float32
-        self._forward: Forward = _not_finished
+        self._forward: Forward = not_finished
 
     def match_checkpoint(self, tensors: Container[str]) -> None:
         """Take the tensors of all experts where the checkpoint has such; the parts are then these tensors."""
@@ -84,7 +84,7 @@ class Experts(QuantizableLayer):
 
     def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:
         """Create the weights, for a format their scales, and the biases if there are any."""
-        self._format, self._dtype, self._forward = format, dtype, _not_finished
+        self._format, self._dtype, self._forward = format, dtype, not_finished
         for prefix, (n, k) in self._shapes().items():
             if format is None:
                 weight, scale = empty_parameter((self.num_experts, n, k), dtype, device), None
@@ -93,11 +93,10 @@ class Experts(QuantizableLayer):
                 shapes = [format.scale_shape(rows, k) for rows in self._parts(prefix)]
                 rows = sum(shape[0] for shape in shapes)
                 scale = empty_parameter((self.num_experts, rows, shapes[0][1]), format.scale_dtype, device)
+            bias = empty_parameter((self.num_experts, n), dtype, device) if self.bias else None
             setattr(self, f"{prefix}_weight", weight)
             setattr(self, f"{prefix}_weight_scale", scale)
-            setattr(
-                self, f"{prefix}_bias", empty_parameter((self.num_experts, n), dtype, device) if self.bias else None
-            )
+            setattr(self, f"{prefix}_bias", bias)
 
     def layout_bytes(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> int:
         """See :meth:`QuantizableLayer.layout_bytes`."""
@@ -105,13 +104,11 @@ class Experts(QuantizableLayer):
 
     def finish(self) -> None:
         """Ask the kernel table for the forward of this format, which lays the weights out."""
-        w13, w2 = self._stack("w13"), self._stack("w2")
-        bias13, bias2 = (b.data if b is not None else None for b in (self.w13_bias, self.w2_bias))
-        weights = ExpertWeights(w13, w2, bias13, bias2, self._activation, self.gated)
+        assert self.w13_weight is not None, "build() comes first"
+        b13, b2 = (bias.data if bias is not None else None for bias in (self.w13_bias, self.w2_bias))
+        weights = ExpertWeights(self._stack("w13"), self._stack("w2"), b13, b2, self._activation, self.gated)
         name = self._format.name if self._format else UNQUANTIZED
-        self._forward = lookup("experts", name, w13.device.type if isinstance(w13, Tensor) else w13.data.device.type)(
-            weights, self._dtype
-        )
+        self._forward = lookup("experts", name, self.w13_weight.device.type)(weights, self._dtype)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """X [T, H], chosen experts int64 [T, k] and their weights float32 [T, k] → [T, H]."""
@@ -130,7 +127,6 @@ class Experts(QuantizableLayer):
 
     def _stack(self, prefix: str) -> Tensor | QuantizedStack:
         weight, scale = getattr(self, f"{prefix}_weight"), getattr(self, f"{prefix}_weight_scale")
-        assert weight is not None, "build() comes first"
         if self._format is None:
             return weight.data
         return QuantizedStack(weight.data, scale.data, self._format, self._shapes()[prefix], self._parts(prefix))
@@ -158,12 +154,3 @@ class Experts(QuantizableLayer):
         if self.bias:
             yield Placement(f"{inputs}_bias", (e * rows,), "w13_bias", whole=(e, rows))
             yield Placement(f"{output}_bias", (e * hidden,), "w2_bias", whole=(e, hidden))
-
-
-def _not_finished(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The forward of a layer that is not loaded.
-
-    Raises:
-        RuntimeError: Always.
-    """
-    raise RuntimeError("the experts have no weights yet: build(), fill the placements, then finish()")

@@ -37,16 +37,17 @@ class Router(Linear):
         self._float32 = float32
         if float32:
             self.placements = tuple(replace(placement, dtype=torch.float32) for placement in self.placements)
-        self._bias = f"{name}.e_score_correction_bias" if correction_bias else None
-        if self._bias:
-            placement = Placement(self._bias, (num_experts,), "e_score_correction_bias", dtype=torch.float32)
+        self._correction_bias = correction_bias
+        if correction_bias:
+            bias = "e_score_correction_bias"
+            placement = Placement(f"{name}.{bias}", (num_experts,), bias, dtype=torch.float32)
             self.placements = (*self.placements, placement)
         self.register_parameter("e_score_correction_bias", None)
 
     def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:
         """As :meth:`Linear.build`, with the weight in float32 where that is asked for and no format is."""
         super().build(format, torch.float32 if self._float32 and format is None else dtype, device)
-        if self._bias:
+        if self._correction_bias:
             self.e_score_correction_bias = empty_parameter((self.out_features,), torch.float32, device)
 
     def forward(self, x: Tensor) -> Tensor:
