@@ -7,7 +7,6 @@ Legend: T tokens, k choices a token, S = T · k pairs, E experts, H hidden size,
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,11 +115,11 @@ def _fp8_product(weight: Tensor | QuantizedStack, dtype: torch.dtype) -> Product
 
 def _mxfp4_product(weight: Tensor | QuantizedStack) -> Product:
     assert isinstance(weight, QuantizedStack)
-    run = partial(grouped_mxfp4, w=weight.data, w_scale=weight.scale)
-    n = weight.shape[0]
+    n, _ = weight.shape
 
     def product(x: Tensor, bias: Tensor | None, blocks: Blocks, pairs: int) -> Tensor:
-        return run(x, bias=bias, blocks=blocks, pairs=pairs, tile=_float_tile(blocks, n, x.dtype, dequantizes=True))
+        tile = _float_tile(blocks, n, x.dtype, dequantizes=True)
+        return grouped_mxfp4(x, weight.data, weight.scale, bias, blocks, pairs, tile)
 
     return product
 
@@ -148,8 +147,7 @@ def _float_tile(blocks: Blocks, n: int, dtype: torch.dtype, dequantizes: bool) -
     if dtype == torch.float32 or (dequantizes and dtype == torch.float16):
         return Tile(blocks.rows, 32, 32, stages=2)  # products on the vector units
     if blocks.rows >= 64:
-        wide = Tile(blocks.rows, 256, 64, warps=8)
-        return Tile(blocks.rows, 128, 64, stages=3) if dequantizes else wide
+        return Tile(blocks.rows, 128, 64, stages=3) if dequantizes else Tile(blocks.rows, 256, 64, warps=8)
     return Tile(blocks.rows, _columns(blocks, n), 128, stages=3 if dequantizes else 4)
 
 

@@ -50,7 +50,7 @@ def e4m3_bits(x, HARDWARE_CAST: tl.constexpr):
 
 
 @triton.jit
-def e4m3_quotient(x, s, NATIVE: tl.constexpr):
+def e4m3_quotient(x, s, HARDWARE_CAST: tl.constexpr):
     """Codes of x / s, the division as IEEE rounds it.
 
     ``div_rn`` takes a slow branch for every zero, and ten instructions without it: a matrix with zeros would be
@@ -60,7 +60,7 @@ def e4m3_quotient(x, s, NATIVE: tl.constexpr):
     holds while the residuals are exact, so small tiles are scaled up by 2^64 before. A residual is q·s - x and
     enters with -1/s: in that order a zero keeps its sign.
     """
-    if NATIVE:
+    if HARDWARE_CAST:
         up = tl.where(s < 2.0**-60, 2.0**64, 1.0)
         s = s * up
         x = x * up
@@ -70,11 +70,11 @@ def e4m3_quotient(x, s, NATIVE: tl.constexpr):
         q = tl.fma(tl.fma(q, s, -x), -reciprocal, q)
     else:
         q = tl.div_rn(x, s)
-    return e4m3_bits(q, NATIVE)
+    return e4m3_bits(q, HARDWARE_CAST)
 
 
 @triton.jit
-def _ptpc_kernel(weight, data, scale, k, STEPS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr):
+def _ptpc_kernel(weight, data, scale, k, STEPS: tl.constexpr, COLS: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     """One row, in steps of COLS: one pass for the scale, one for the codes."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
@@ -90,12 +90,12 @@ def _ptpc_kernel(weight, data, scale, k, STEPS: tl.constexpr, COLS: tl.constexpr
     for step in tl.static_range(STEPS):
         at = step * COLS + col
         x = tl.load(source + at, mask=at < k, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(target + at, e4m3_quotient(x, s, NATIVE), mask=at < k)
+        tl.store(target + at, e4m3_quotient(x, s, HARDWARE_CAST), mask=at < k)
 
 
 @triton.jit
 def _per_block_kernel(
-    weight, data, scale, n, k, blocks_k, BLOCK: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr
+    weight, data, scale, n, k, blocks_k, BLOCK: tl.constexpr, ROWS: tl.constexpr, HARDWARE_CAST: tl.constexpr
 ):
     """One block of BLOCK × BLOCK, in steps of ROWS rows; consecutive programs lie along K."""
     block = tl.program_id(0)
@@ -115,7 +115,7 @@ def _per_block_kernel(
         at = row[:, None] * k + col[None, :]
         mask = (row[:, None] < n) & (col[None, :] < k)
         x = tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(data + at, e4m3_quotient(x, s, NATIVE), mask=mask)
+        tl.store(data + at, e4m3_quotient(x, s, HARDWARE_CAST), mask=mask)
 
 
 @cache
@@ -148,7 +148,7 @@ def quantize_ptpc(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -
             k,
             STEPS=triton.cdiv(k, cols),
             COLS=cols,
-            NATIVE=casts_in_hardware(weight.device),
+            HARDWARE_CAST=casts_in_hardware(weight.device),
             num_warps=min(max(cols // 512, 1), 16),
         )
 
@@ -170,6 +170,6 @@ def quantize_per_block(format: Format, weight: Tensor, data: Tensor, scale: Tens
             blocks_k,
             BLOCK=format.group[0],
             ROWS=_BLOCK_ROWS,
-            NATIVE=casts_in_hardware(weight.device),
+            HARDWARE_CAST=casts_in_hardware(weight.device),
             num_warps=4,
         )

@@ -51,7 +51,16 @@ def _count(bits, bad):
 
 @triton.jit
 def _ptpc_kernel(
-    codes, codes_scale, data, scale, bad, k, blocks_k, STEPS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr
+    codes,
+    codes_scale,
+    data,
+    scale,
+    bad,
+    k,
+    blocks_k,
+    STEPS: tl.constexpr,
+    COLS: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
 ):
     """One row, in steps of COLS: one pass for the scale, one for the codes."""
     row = tl.program_id(0).to(tl.int64)
@@ -71,7 +80,7 @@ def _ptpc_kernel(
         at = step * COLS + col
         code = tl.load(source + at, mask=at < k, other=0, eviction_policy="evict_first")
         bits = _bf16_bits(code, tl.load(factors + at // _BLOCK, mask=at < k, other=1.0))
-        tl.store(data + row * k + at, e4m3_quotient(bits.to(tl.float32, bitcast=True), s, NATIVE), mask=at < k)
+        tl.store(data + row * k + at, e4m3_quotient(bits.to(tl.float32, bitcast=True), s, HARDWARE_CAST), mask=at < k)
 
 
 @triton.jit
@@ -94,9 +103,9 @@ def _mxfp4_kernel(codes, codes_scale, data, scale, bad, total, k, groups_k, bloc
     store_groups(even, odd, group, in_range, data, scale)
 
 
+# Steps of a row as where the source is BF16 (see quantize_fp8); groups of one program, and its warps.
 _STEPS = 5
-_GROUPS = 128
-_WARPS = 4
+_GROUPS, _WARPS = 128, 4
 
 
 def _check(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor, scale: Tensor, bad: Tensor) -> None:
@@ -132,7 +141,7 @@ def requantize_ptpc(
             codes_scale.shape[1],
             STEPS=triton.cdiv(k, cols),
             COLS=cols,
-            NATIVE=casts_in_hardware(codes.device),
+            HARDWARE_CAST=casts_in_hardware(codes.device),
             num_warps=min(max(cols // 512, 1), 16),
         )
 
