@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from requant_tensors import quantize_stack
 from torch import Tensor
 
 from requant.formats import FORMATS, QuantizedStack, quantize
@@ -13,17 +14,13 @@ from requant.kernels.experts_reference import experts
 NAMES = [None, *FORMATS]
 
 
-def stack(e: int, parts: tuple[int, ...], k: int, name: str | None, dtype: torch.dtype = torch.float32):
+def stack(e: int, parts: tuple[int, ...], k: int, name: str | None):
     """E matrices made of parts, as the layer holds them, and their dequantized values [E, N, K]."""
-    weights = [[torch.randn(n, k, dtype=dtype) / k**0.5 for n in parts] for _ in range(e)]
+    weights = torch.randn(e, sum(parts), k) / k**0.5
     if name is None:
-        whole = torch.stack([torch.cat(parts) for parts in weights])
-        return whole, whole
-    q = [[quantize(part, name) for part in parts] for parts in weights]
-    data = torch.stack([torch.cat([part.data for part in expert]) for expert in q])
-    scale = torch.stack([torch.cat([part.scale for part in expert]) for expert in q])
-    values = torch.stack([torch.cat([part.dequantize() for part in expert]) for expert in q])
-    return QuantizedStack(data, scale, FORMATS[name], (sum(parts), k), parts), values
+        return weights, weights
+    pieces = [[quantize(part, name).dequantize() for part in matrix.split(list(parts))] for matrix in weights]
+    return quantize_stack(weights, parts, name), torch.stack([torch.cat(matrix) for matrix in pieces])
 
 
 def make(name: str | None, gated: bool = True, bias: bool = False, activation: str = "silu", sizes=(9, 100, 72)):

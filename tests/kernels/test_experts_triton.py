@@ -9,10 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from requant_tensors import quantize_stack
 from requant_triton import check_small_cases, nan_empty
 from torch import Tensor
 
-from requant.formats import FORMATS, QuantizedStack
+from requant.formats import FORMATS
 from requant.kernels import lookup
 from requant.kernels.experts import UNQUANTIZED, ExpertWeights
 from requant.kernels.experts_reference import experts as reference
@@ -79,13 +80,7 @@ def make_stack(e: int, parts: tuple[int, ...], k: int, name: str, dtype: torch.d
     """Random matrices, quantized part by part; on ``device``."""
     n = sum(parts)
     weights = (torch.randn(e, n, k) * torch.randn(e, n, 1).exp() / k**0.5).to(device)
-    if name == UNQUANTIZED:
-        return weights.to(dtype)
-    format = FORMATS[name]
-    pairs = [[format.quantize(part) for part in matrix.split(list(parts))] for matrix in weights]
-    data = torch.stack([torch.cat([d for d, _ in matrix]) for matrix in pairs])
-    scale = torch.stack([torch.cat([s for _, s in matrix]) for matrix in pairs])
-    return QuantizedStack(data, scale, format, (n, k), parts)
+    return weights.to(dtype) if name == UNQUANTIZED else quantize_stack(weights, parts, name)
 
 
 def make(case: Case, device: str) -> tuple[ExpertWeights, Tensor, Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """The experts layer, from checkpoints in every layout to its forward."""
 
 import pytest
+import requant_models
 import torch
+from requant_tensors import bits
 from safetensors.torch import save_file
 from torch import nn
 
@@ -15,12 +17,8 @@ from requant.recipe import Recipe
 E, H, INNER = 5, 80, 72  # neither is a multiple of 32 or 128
 NAME = "mlp.experts"
 SMALL = Staging(slab_bytes=1 << 12, slabs=3, threads=2)
-FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
+FP8 = {"quantization_config": requant_models.BLOCK_FP8}
+MXFP4 = {"quantization_config": requant_models.MXFP4}
 
 
 class Model(nn.Module):
@@ -89,10 +87,10 @@ def test_every_experts_every_matrix_equals_its_own_quantization(tmp_path, target
     for expert in range(E):
         first = [requant.quantize(tensors[f"{NAME}.{expert}.{part}.weight"], target) for part in inputs]
         down = requant.quantize(tensors[f"{NAME}.{expert}.down_proj.weight"], target)
-        assert torch.equal(bits(experts.w13_weight[expert].cpu()), bits(torch.cat([q.data for q in first])))
-        assert torch.equal(bits(experts.w13_weight_scale[expert].cpu()), bits(torch.cat([q.scale for q in first])))
-        assert torch.equal(bits(experts.w2_weight[expert].cpu()), bits(down.data))
-        assert torch.equal(bits(experts.w2_weight_scale[expert].cpu()), bits(down.scale))
+        assert torch.equal(bits(experts.w13_weight[expert]), bits(torch.cat([q.data for q in first])))
+        assert torch.equal(bits(experts.w13_weight_scale[expert]), bits(torch.cat([q.scale for q in first])))
+        assert torch.equal(bits(experts.w2_weight[expert]), bits(down.data))
+        assert torch.equal(bits(experts.w2_weight_scale[expert]), bits(down.scale))
     (row,) = plan.layers
     parameters = (experts.w13_weight, experts.w2_weight, experts.w13_weight_scale, experts.w2_weight_scale)
     assert row.bytes_after == sum(parameter.nbytes for parameter in parameters)

@@ -1,7 +1,9 @@
 """Checkpoints that are quantized already: block FP8 and MXFP4 on their way into every target."""
 
 import pytest
+import requant_models
 import torch
+from requant_tensors import bits
 
 import requant
 from requant.errors import CheckpointError
@@ -9,16 +11,14 @@ from requant.formats import FORMATS
 from requant.loading import Staging, load
 from requant.loading.plan import BUDGET
 
-FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+FP8, MXFP4, QUARK = (
+    {"quantization_config": section}
+    for section in (requant_models.BLOCK_FP8, requant_models.MXFP4, requant_models.QUARK)
+)
 ATTN = "model.layers.0.self_attn"
 QKV, O_PROJ, PARTS = f"{ATTN}.qkv_proj", f"{ATTN}.o_proj", [f"{ATTN}.{part}_proj" for part in "qkv"]
 SMALL = Staging(slab_bytes=1 << 10, slabs=3, threads=2)
 SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
 
 
 def to_block_fp8(tiny, names, scale="F32", suffix="weight_scale_inv"):
@@ -144,18 +144,9 @@ def test_a_kept_layer_of_mixed_parts_is_dequantized(tiny, dtype):
 
 
 @pytest.mark.parametrize("scale", [torch.uint8, torch.float8_e8m0fnu])
-@pytest.mark.parametrize("section", [MXFP4, {"quantization_config": {"quant_method": "quark"}}])
+@pytest.mark.parametrize("section", [MXFP4, QUARK])
 @pytest.mark.parametrize("recipe", [None, {"global_quant_config": "ptpc_fp8"}, {"global_quant_config": "mxfp4"}])
 def test_mxfp4_passes_through(tiny, recipe, section, scale):
-    if section is not MXFP4:
-        weight = {
-            "dtype": "fp4",
-            "qscheme": "per_group",
-            "group_size": 32,
-            "scale_format": "e8m0",
-            "is_dynamic": False,
-        }
-        section = {"quantization_config": {"quant_method": "quark", "global_quant_config": {"weight": weight}}}
     stored = to_mxfp4(tiny, PARTS, scale)
     plan = tiny.plan(recipe, config=section)
     load(plan, tiny.model, staging=SMALL)

@@ -3,6 +3,7 @@ import threading
 
 import pytest
 import torch
+from requant_tensors import bits
 
 import requant
 from requant.errors import CheckpointError
@@ -13,10 +14,6 @@ from requant.loading.plan import BUDGET
 QKV = "model.layers.0.self_attn.qkv_proj"
 PARTS = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
 SMALL = Staging(slab_bytes=1 << 10, slabs=3, threads=2)
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
 
 
 def reader_threads():

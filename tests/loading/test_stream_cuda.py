@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from requant_tensors import bits
 from safetensors.torch import save_file
 from torch import nn
 
@@ -15,10 +16,6 @@ pytestmark = pytest.mark.gpu
 
 SMALL = Staging(slab_bytes=1 << 12, slabs=3, threads=2)
 MIB = 1024**2
-
-
-def bits(tensor):
-    return tensor.cpu().contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("staging", [None, SMALL])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from requant_models import BLOCK_FP8, MXFP4, QUARK, check_same_tokens, make_checkpoint, quantize_checkpoint
 from requant_server import NAME, serve
+from requant_tensors import bits
 from safetensors.torch import load_file
 
 import requant
@@ -150,9 +151,6 @@ def test_every_experts_weights_are_those_of_quantize(
                 return stored
             weight = stored.dequantize(torch.bfloat16)
         return requant.quantize(weight, target)
-
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cpu().contiguous().view(torch.uint8)
 
     for expert in range(8):
         owner = f"model.layers.1.mlp.experts.{expert}"
