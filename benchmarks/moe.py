@@ -13,6 +13,7 @@ the same run. Prints one table and writes the same as JSON.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,36 +53,49 @@ def stack(experts: int, parts: tuple[int, ...], k: int, name: str) -> torch.Tens
 
 def nbytes(weights: ExpertWeights) -> int:
     """Bytes of all experts of a layer."""
-    parts = [w if isinstance(w, torch.Tensor) else (w.data, w.scale) for w in (weights.w13, weights.w2)]
-    return sum(t.nbytes for part in parts for t in (part if isinstance(part, tuple) else (part,)))
+    both = weights.w13, weights.w2
+    return sum(w.nbytes if isinstance(w, torch.Tensor) else w.data.nbytes + w.scale.nbytes for w in both)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Median time of ``run`` on the GPU."""
+    return triton.testing.do_bench(run, return_mode="median") / 1e3
 
 
 def ceilings() -> dict[str, float]:
     """Bytes a second of a copy (read and written), and operations a second of large BF16 and FP8 products."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    copy = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") / 1e3
+    copy = seconds(lambda: target.copy_(source))
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-    dense = triton.testing.do_bench(lambda: a @ b.t(), return_mode="median") / 1e3
+    dense = seconds(lambda: a @ b.t())
     fp8, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device="cuda")
-    scaled = (
-        triton.testing.do_bench(
-            lambda: torch._scaled_mm(fp8[0], fp8[1].t(), scale_a=one, scale_b=one, out_dtype=BF16),
-            return_mode="median",
-        )
-        / 1e3
-    )
+    scaled = seconds(lambda: torch._scaled_mm(fp8[0], fp8[1].t(), scale_a=one, scale_b=one, out_dtype=BF16))
     return {"bytes": 2 * source.nbytes / copy, "bf16": 2 * 8192**3 / dense, "fp8": 2 * 8192**3 / scaled}
 
 
-def measure(arguments: argparse.Namespace, name: str, tokens: int, ceiling: dict[str, float]) -> dict[str, Any]:
+def make_layers(arguments: argparse.Namespace, name: str) -> list[ExpertWeights]:
+    """Layers in one format, as many as it takes that a token's experts of all of them exceed the cache; at most 8."""
+
+    def layer() -> ExpertWeights:
+        w13 = stack(arguments.experts, (arguments.inner, arguments.inner), arguments.hidden, name)
+        w2 = stack(arguments.experts, (arguments.hidden,), arguments.inner, name)
+        return ExpertWeights(w13, w2, None, None, "silu", True)
+
+    first = layer()
+    touched = nbytes(first) * min(arguments.choices, arguments.experts) // arguments.experts
+    return [first, *(layer() for _ in range(min(_CACHE_BYTES // touched + 1, 7)))]
+
+
+def measure(
+    arguments: argparse.Namespace, name: str, layers: list[ExpertWeights], tokens: int, ceiling: dict[str, float]
+) -> dict[str, Any]:
     """One format and number of tokens."""
     e, k, hidden, inner = arguments.experts, arguments.choices, arguments.hidden, arguments.inner
-    weights = arguments.layers[name]
     x = torch.randn(tokens, hidden, dtype=BF16, device="cuda")
     ids = torch.rand(tokens, e, device="cuda").topk(k).indices
     scores = torch.rand(tokens, k, device="cuda")
-    forwards = [lookup("experts", name, "cuda")(w, BF16) for w in weights]
+    forwards = [lookup("experts", name, "cuda")(weights, BF16) for weights in layers]
     for forward in forwards:
         forward(x, ids, scores)
     torch.cuda.synchronize()
@@ -89,15 +103,15 @@ def measure(arguments: argparse.Namespace, name: str, tokens: int, ceiling: dict
     with torch.cuda.graph(graph):
         for forward in forwards:
             forward(x, ids, scores)
-    seconds = triton.testing.do_bench(graph.replay, return_mode="median") / 1e3 / len(forwards)
+    time = seconds(graph.replay) / len(forwards)
     touched = ids.unique().numel()
-    moved = nbytes(weights[0]) * touched / e / ceiling["bytes"]
-    rate = ceiling["fp8" if name in ("ptpc_fp8", "per_block_fp8") else "bf16"]
-    computed = 2 * tokens * k * 3 * hidden * inner / rate
+    moved = nbytes(layers[0]) * touched / e / ceiling["bytes"]
+    fp8 = name != UNQUANTIZED and FORMATS[name].activation is not None
+    computed = 2 * tokens * k * 3 * hidden * inner / ceiling["fp8" if fp8 else "bf16"]
     return {
         "format": name,
         "tokens": tokens,
-        "microseconds": seconds * 1e6,
+        "microseconds": time * 1e6,
         "floor_microseconds": max(moved, computed) * 1e6,
         "bound": "bytes" if moved > computed else "products",
     }
@@ -117,19 +131,11 @@ def main() -> int:
         print("error: this benchmark needs a GPU, and torch sees none", file=sys.stderr)
         return 2
     ceiling = ceilings()
-    rows, arguments.layers = [], {}
+    rows = []
     for name in arguments.format or (UNQUANTIZED, *FORMATS):
-
-        def layer(name: str = name) -> ExpertWeights:
-            inputs = (arguments.inner, arguments.inner)
-            w13 = stack(arguments.experts, inputs, arguments.hidden, name)
-            w2 = stack(arguments.experts, (arguments.hidden,), arguments.inner, name)
-            return ExpertWeights(w13, w2, None, None, "silu", True)
-
-        first = layer()
-        touched = nbytes(first) * min(arguments.choices, arguments.experts) // arguments.experts
-        arguments.layers = {name: [first, *(layer() for _ in range(min(_CACHE_BYTES // touched + 1, 7)))]}
-        rows += [measure(arguments, name, tokens, ceiling) for tokens in arguments.tokens]
+        layers = make_layers(arguments, name)
+        rows += [measure(arguments, name, layers, tokens, ceiling) for tokens in arguments.tokens]
+        del layers  # before the next format's are made
     shape = f"{arguments.experts} experts, {arguments.choices} a token, {arguments.hidden} x {arguments.inner}"
     table = Table(title=f"Fused MoE, {shape}, {device_name()}, torch {torch.__version__}")
     for heading in ("format", "tokens", "µs", "floor µs", "times floor", "bound by"):
