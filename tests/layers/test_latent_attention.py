@@ -63,74 +63,67 @@ def test_a_tokens_projection_does_not_depend_on_the_others():
         assert torch.equal(layer.expand(out[:count]), layer.expand(out)[:count])
 
 
-def batch_of(lengths, new, block_size):
-    """The last ``new[b]`` tokens of each sequence, pages in order behind each other."""
-    pages = [-(-length // block_size) for length in lengths]
+BLOCK_SIZE = 4
+
+
+def batch_of(lengths, ends, counts):
+    """The ``counts[b]`` tokens before ``ends[b]`` of sequences that have pages for ``lengths[b]``, in order."""
+    pages = [-(-length // BLOCK_SIZE) for length in lengths]
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
     slots, first = [], 0
-    for b, (length, count) in enumerate(zip(lengths, new, strict=True)):
+    for b, (end, count) in enumerate(zip(ends, counts, strict=True)):
         tables[b, : pages[b]] = torch.arange(first, first + pages[b], dtype=torch.int32)
-        slots.append(first * block_size + torch.arange(length - count, length))
+        slots.append(first * BLOCK_SIZE + torch.arange(end - count, end))
         first += pages[b]
     return AttentionBatch(
-        query_start=torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32),
-        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_start=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+        context_lens=torch.tensor(ends, dtype=torch.int32),
         block_tables=tables,
         slots=torch.cat(slots),
-        max_query=max(new),
-        max_context=max(lengths),
+        max_query=max(counts),
+        max_context=max(ends),
     )
+
+
+def moved(batch, device):
+    return AttentionBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("new", [(1, 1, 1), (7, 1, 20), (9, 5, 20)])
 def test_attention_in_the_latent_space(new, device):
-    lengths, block_size = (9, 5, 20), 4
+    """All tokens but the last ``new`` in one step, these in a second one."""
+    lengths = (9, 5, 20)
     generator = torch.Generator().manual_seed(0)
     layer = LatentAttention(HEADS, LATENT, ROPE, 0.3)
-    shape = layer.kv_cache_shape(16, block_size)
-    assert shape == (17, block_size, 1, LATENT + ROPE)
+    shape = layer.kv_cache_shape(16, BLOCK_SIZE)
+    assert shape == (17, BLOCK_SIZE, 1, LATENT + ROPE)
     assert layer.kv_cache_bytes_per_token(torch.bfloat16) == 2 * (LATENT + ROPE)
     layer.kv_cache = torch.zeros(shape, device=device)
     tokens = [torch.randn(length, LATENT + ROPE, generator=generator) for length in lengths]
-    queries = [torch.randn(count, HEADS, LATENT + ROPE, generator=generator) for count in new]
+    queries = [torch.randn(length, HEADS, LATENT + ROPE, generator=generator) for length in lengths]
 
-    def run(counts, q):
-        ends = [length - done for length, done in zip(lengths, (0, 0, 0) if counts is new else new, strict=True)]
-        batch = batch_of(lengths, new, block_size)
-        if counts is not new:  # what came before, written one sequence after the other
-            slots = [batch.block_tables[b, 0].long() * block_size + torch.arange(ends[b]) for b in range(3)]
-            batch = AttentionBatch(
-                query_start=torch.tensor([0, *torch.tensor(ends).cumsum(0).tolist()], dtype=torch.int32),
-                context_lens=torch.tensor(ends, dtype=torch.int32),
-                block_tables=batch.block_tables,
-                slots=torch.cat(slots),
-                max_query=max(ends),
-                max_context=max(ends),
-            )
-            rows = torch.cat([tokens[b][: ends[b]] for b in range(3)])
-        else:
-            rows = torch.cat([tokens[b][lengths[b] - new[b] :] for b in range(3)])
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(batch).items()}
+    def step(ends, counts):
+        spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        q, rows = (torch.cat([x[s] for x, s in zip(all_of, spans, strict=True)]) for all_of in (queries, tokens))
         latent, rope = rows.to(device).split([LATENT, ROPE], dim=-1)
-        return layer(q.to(device), latent, rope, AttentionBatch(**moved)).cpu()
+        return layer(q.to(device), latent, rope, moved(batch_of(lengths, ends, counts), device)).cpu()
 
-    before = [length - count for length, count in zip(lengths, new, strict=True)]
+    before = tuple(length - count for length, count in zip(lengths, new, strict=True))
     if any(before):
-        run(before, torch.zeros(sum(before), HEADS, LATENT + ROPE))
-    got = run(new, torch.cat(queries)).split(list(new))
+        step(before, before)
+    got = step(lengths, new).split(list(new))
     for b in range(3):
-        keys = tokens[b].double()
-        for i in range(new[b]):
-            seen = keys[: lengths[b] - new[b] + i + 1]
-            weights = (queries[b][i].double() @ seen.T * 0.3).softmax(-1)
+        for i, position in enumerate(range(before[b], lengths[b])):
+            seen = tokens[b][: position + 1].double()
+            weights = (queries[b][position].double() @ seen.T * 0.3).softmax(-1)
             torch.testing.assert_close(got[b][i].double(), weights @ seen[:, :LATENT], rtol=1e-5, atol=1e-5)
 
 
 def test_a_spare_page_takes_what_is_written_nowhere():
     layer = LatentAttention(HEADS, LATENT, ROPE, 0.3)
-    layer.kv_cache = torch.zeros(layer.kv_cache_shape(2, 4))
-    batch = batch_of((1,), (1,), 4)
+    layer.kv_cache = torch.zeros(layer.kv_cache_shape(2, BLOCK_SIZE))
+    batch = batch_of((1,), (1,), (1,))
     nowhere = AttentionBatch(**{**vars(batch), "slots": torch.tensor([-1])})
     layer(torch.randn(1, HEADS, LATENT + ROPE), torch.ones(1, LATENT), torch.full((1, ROPE), torch.nan), nowhere)
     assert not layer.kv_cache[:2].any()

@@ -75,7 +75,10 @@ def test_a_section_that_is_no_object():
     ("section", "expected"),
     [
         (FP8, SourceQuantization("fp8", "per_block_fp8")),
-        ({"quant_method": "FP8 ", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, None),
+        (
+            {"quant_method": "FP8 ", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+            SourceQuantization("fp8", "per_block_fp8"),
+        ),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, SourceQuantization("mxfp4", "mxfp4")),
         (QUARK, SourceQuantization("quark", "mxfp4")),
         ({**QUARK, "layer_quant_config": {"*.experts.*": {"weight": WEIGHT}}}, SourceQuantization("quark", "mxfp4")),
@@ -84,9 +87,7 @@ def test_a_section_that_is_no_object():
     ],
 )
 def test_sources_that_load(section, expected):
-    assert source_quantization({"quantization_config": section}) == (
-        expected or SourceQuantization("fp8", "per_block_fp8")
-    )
+    assert source_quantization({"quantization_config": section}) == expected
 
 
 @pytest.mark.parametrize(
