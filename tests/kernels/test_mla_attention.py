@@ -113,7 +113,8 @@ def test_scores_are_never_held_whole(name: str, shared: bool) -> None:
     q, cache, batch = make(BATCHES[name], 4, 64, 32)
     values = cache[..., :64]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # anything else raises
-        attend(q, cache, values if shared else values.clone(), batch)
+        got = attend(q, cache, values if shared else values.clone(), batch)
+    assert torch.equal(got, attend(q, cache, values, batch))
 
 
 def test_padding_gives_zeros() -> None:
