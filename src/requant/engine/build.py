@@ -32,6 +32,7 @@ from requant.loading import (
 )
 from requant.models.base import CausalLM
 from requant.models.registry import model_class
+from requant.parallel import ALONE, Ranks
 from requant.recipe import Recipe, source_quantization
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,8 @@ class BuiltEngine:
     report_path: str | None
 
 
-def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
-    """Everything up to the plan: no weight is read, and with ``headers_only`` none is downloaded either.
+def plan_model(config: EngineConfig, ranks: Ranks = ALONE, *, headers_only: bool = False) -> Planned:
+    """Everything up to the plan of one rank: no weight is read, and with ``headers_only`` none is downloaded either.
 
     Raises:
         RequantError: The recipe, the checkpoint or the configuration is not acceptable.
@@ -80,7 +81,7 @@ def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
     source_quantization(raw)  # what is not accepted is refused here, before transformers takes offence at it
     model_type = model_class(raw.get("architectures"))
     hf_config = _hf_config(checkpoint, config.model.trust_remote_code)
-    model = _model(model_type, hf_config, checkpoint)
+    model = _model(model_type, hf_config, checkpoint, ranks)
     plan = make_plan(
         model,
         checkpoint,
@@ -90,6 +91,7 @@ def plan_model(config: EngineConfig, *, headers_only: bool = False) -> Planned:
         dtype=_dtype(config.model.dtype, hf_config),
         device=_device(config.parallel),
         not_loaded=model.not_loaded,
+        ranks=ranks,
     )
     return Planned(model, plan, hf_config, checkpoint.folder, _max_model_len(config, hf_config))
 
@@ -160,10 +162,10 @@ def _hf_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCon
         raise CheckpointError(f"transformers cannot read {file}: {one_line(error)}") from error
 
 
-def _model(model_type: type[CausalLM], hf_config: PreTrainedConfig, checkpoint: Checkpoint) -> CausalLM:
+def _model(model_type: type[CausalLM], hf_config: PreTrainedConfig, checkpoint: Checkpoint, ranks: Ranks) -> CausalLM:
     """The model without weights; sizes that make no sense show here."""
     try:
-        return model_type(hf_config)
+        return model_type(hf_config, ranks)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         file = checkpoint.folder / "config.json"
         raise ModelError(f"no model can be made as {file} says: {type(error).__name__}: {error}") from error

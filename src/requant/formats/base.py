@@ -3,7 +3,7 @@
 Shape legend: N output features (rows), K input features (columns), of one checkpoint matrix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -56,10 +56,25 @@ class Format:
         rows, cols = self.group
         return (ceil(n / rows) if rows else 1), (ceil(k / cols) if cols else 1)
 
+    def row_window(self, rows: range, n: int) -> range:
+        """The rows of an [N, K] matrix that share scales with ``rows``: whole blocks of it."""
+        return _window(rows, self.group[0], n)
+
+    def column_window(self, columns: range, k: int) -> range:
+        """The columns that a shard with ``columns`` of an [N, K] matrix is stored with: whole groups of it.
+
+        A format with one scale for the whole row stores the columns themselves.
+        """
+        return _window(columns, self.group[1] or 1, k)
+
     def nbytes(self, n: int, k: int) -> int:
         """Bytes that one [N, K] matrix takes, scales included."""
         data = prod(self.data_shape(n, k)) * self.data_dtype.itemsize
         return data + prod(self.scale_shape(n, k)) * self.scale_dtype.itemsize
+
+
+def _window(run: range, group: int, size: int) -> range:
+    return range(run.start // group * group, min(ceil(run.stop / group) * group, size))
 
 
 @dataclass(frozen=True)
@@ -68,11 +83,13 @@ class QuantizedTensor:
 
     Attributes:
         data: Codes, ``format.data_shape(N, K)``; parts are stacked along dim 0.
-        scale: Scales; each part's ``format.scale_shape(n, K)`` stacked along dim 0, so that a part always
+        scale: Scales; each part's ``format.scale_shape(skipped + n, K)`` stacked along dim 0, so that a part always
             begins a new row of scales, whatever its number of rows.
         format: The descriptor.
         shape: (N, K) of the dequantized matrix.
         parts: Rows of each part, summing to N; ``()`` means one part of N rows.
+        skipped: For each part, how many rows its first block has before it: a shard may begin within a block, whose
+            scale it has nevertheless. ``()`` means none.
     """
 
     data: Tensor
@@ -80,19 +97,32 @@ class QuantizedTensor:
     format: Format
     shape: tuple[int, int]
     parts: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     def split(self) -> list["QuantizedTensor"]:
         """The parts, as views."""
         n, k = self.shape
         rows = self.parts or (n,)
+        skipped = self.skipped or (0,) * len(rows)
         data = self.data.split(list(rows))
-        scale = self.scale.split([self.format.scale_shape(r, k)[0] for r in rows])
-        return [QuantizedTensor(d, s, self.format, (r, k)) for d, s, r in zip(data, scale, rows, strict=True)]
+        scale = self.scale.split([self.format.scale_shape(s + r, k)[0] for s, r in zip(skipped, rows, strict=True)])
+        return [
+            QuantizedTensor(d, s, self.format, (r, k), skipped=(skip,) if skip else ())
+            for d, s, r, skip in zip(data, scale, rows, skipped, strict=True)
+        ]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix [N, K]: float(code) · scale in float32, rounded once to ``dtype``."""
-        parts = [p.format.dequantize(p.data, p.scale, p.shape) for p in self.split()]
-        return torch.cat(parts).to(dtype)
+        return torch.cat([values for part in self.split() for values in part._dequantize()]).to(dtype)
+
+    def _dequantize(self) -> Iterator[Tensor]:
+        """The rows of one part: those that share a block with rows before it, and all others."""
+        n, k = self.shape
+        first = min(self.format.group[0] - self.skipped[0], n) if self.skipped else 0
+        if first:
+            yield self.format.dequantize(self.data[:first], self.scale[:1], (first, k))
+        if n > first or not n:
+            yield self.format.dequantize(self.data[first:], self.scale[1 if first else 0 :], (n - first, k))
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +140,7 @@ class QuantizedStack:
         format: The descriptor.
         shape: (N, K) of one dequantized matrix.
         parts: Rows of each part of one matrix (gate and up), summing to N; ``()`` means one part of N rows.
+        skipped: See :class:`QuantizedTensor`.
     """
 
     data: Tensor
@@ -117,6 +148,7 @@ class QuantizedStack:
     format: Format
     shape: tuple[int, int]
     parts: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         """E."""
@@ -124,7 +156,7 @@ class QuantizedStack:
 
     def __getitem__(self, index: int) -> QuantizedTensor:
         """One matrix, as a view."""
-        return QuantizedTensor(self.data[index], self.scale[index], self.format, self.shape, self.parts)
+        return QuantizedTensor(self.data[index], self.scale[index], self.format, self.shape, self.parts, self.skipped)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """All matrices, [E, N, K]: see :meth:`QuantizedTensor.dequantize`."""

@@ -12,7 +12,7 @@ from requant.loading.headers import TensorInfo
 from requant.loading.sources import ScalePart
 from requant.loading.storage import Storage
 from requant.loading.units import show_bytes
-from requant.parallel import Placement
+from requant.parallel import ALONE, Placement, Ranks
 from requant.recipe.layer import Decision
 
 BUDGET = 1024**3
@@ -140,6 +140,7 @@ class Plan:
         steps: What is read into parameters, in the order of files and offsets.
         scales: Scales of the checkpoint, which are read first.
         plain_bytes: Bytes on the device of all parameters that no recipe reaches (norms, embeddings, biases).
+        ranks: The rank whose share this is, and its way to the others while loading.
         unmatched_patterns: Excludes that match nothing.
         warnings: One line each, for the log.
     """
@@ -152,6 +153,7 @@ class Plan:
     steps: tuple[Step, ...]
     scales: tuple[ScaleStep, ...]
     plain_bytes: int
+    ranks: Ranks = ALONE
     unmatched_patterns: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

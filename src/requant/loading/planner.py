@@ -17,7 +17,7 @@ from requant.loading.plan import LayerPlan, Plan, ScaleStep, Step
 from requant.loading.protocols import PlainModule, QuantizableModule
 from requant.loading.sources import SourcePart, Sources
 from requant.loading.storage import Storage, store
-from requant.parallel import Placement
+from requant.parallel import ALONE, Placement, Ranks
 from requant.recipe import Decision, LayerNames, Recipe, resolve, source_quantization
 
 
@@ -31,6 +31,7 @@ def make_plan(
     dtype: torch.dtype,
     device: torch.device,
     not_loaded: Sequence[LayerNames] = (),
+    ranks: Ranks = ALONE,
 ) -> Plan:
     """Decide every layer, and account for every tensor of the checkpoint and every parameter of the model.
 
@@ -43,6 +44,7 @@ def make_plan(
         dtype: Of activations and of parameters that are not quantized.
         device: Where the model will run.
         not_loaded: Layers that a recipe could reach and the model does not run, where the checkpoint has them.
+        ranks: The one that the model was made for.
 
     Raises:
         CheckpointError: The checkpoint is quantized in a way that is not loaded, a tensor is missing, or has
@@ -78,6 +80,7 @@ def make_plan(
         steps=tuple(sorted(planner.steps, key=lambda step: (str(step.tensor.file), step.tensor.start, step.begin))),
         scales=tuple(planner.scales),
         plain_bytes=planner.plain_bytes,
+        ranks=ranks,
         unmatched_patterns=resolution.unmatched_patterns,
         warnings=(*resolution.warnings, *_notes(planner.layers), *leftover),
     )

@@ -159,7 +159,7 @@ def _weight_chunks(plan: Plan, targets: Targets, limit: int) -> list[_Chunk]:
         else:  # single elements, for a vector is one long row
             rows, align = prod(step.placement.shape), 1
             row_bytes = step.nbytes // max(rows, 1)
-        for start, stop in row_chunks(rows, row_bytes, limit, align):
+        for start, stop in row_chunks(0, rows, row_bytes, limit, align):
             extent = Extent(step.tensor, step.begin + start * row_bytes, (stop - start) * row_bytes)
             chunks.append(_Chunk(extent, partial(targets.fill, index, start, stop), step.converts))
     return chunks

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import CachedAttention
 from requant.layers.base import PlainLayer, QuantizableLayer
+from requant.parallel import ALONE, Ranks
 from requant.recipe.layer import LayerNames
 
 
@@ -20,14 +21,16 @@ class CausalLM(nn.Module):
 
     Attributes:
         config: The transformers configuration it was made from.
+        ranks: The one among all that this model has the share of.
         not_loaded: Layers of its checkpoints that a recipe could reach, and that are not run.
     """
 
     not_loaded: tuple[LayerNames, ...] = ()
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config = config
+        self.ranks = ranks
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:

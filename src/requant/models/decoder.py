@@ -18,6 +18,7 @@ from requant.layers.rotary import RotaryEmbedding
 from requant.models.attention import SelfAttention, head_size, sliding_windows
 from requant.models.base import CausalLM
 from requant.models.mlp import Mlp
+from requant.parallel import ALONE, Ranks
 
 
 class DecoderLayer(nn.Module):
@@ -85,13 +86,14 @@ class DecoderCausalLM(CausalLM):
         config: The transformers configuration.
         make_layer: What stands in a layer.
         rope_size: Size of the heads that are rotated.
+        ranks: See :class:`CausalLM`.
 
     Raises:
         ModelError: The configuration asks for something that requant does not run.
     """
 
-    def __init__(self, config: PreTrainedConfig, make_layer: MakeLayer, rope_size: int) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, make_layer: MakeLayer, rope_size: int, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, ranks)
         self.model = DecoderModel(config, "model", make_layer, RotaryEmbedding(config, rope_size))
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = OutputHead("lm_head", config.vocab_size, config.hidden_size, tied_to)
@@ -131,12 +133,13 @@ class DenseCausalLM(DecoderCausalLM):
     Args:
         config: The transformers configuration.
         options: What is particular to the family.
+        ranks: See :class:`CausalLM`.
 
     Raises:
         ModelError: The configuration asks for something that requant does not run.
     """
 
-    def __init__(self, config: PreTrainedConfig, options: DecoderOptions) -> None:
+    def __init__(self, config: PreTrainedConfig, options: DecoderOptions, ranks: Ranks = ALONE) -> None:
         windows = sliding_windows(config, options.attention)
 
         def make_layer(name: str, index: int) -> DecoderLayer:
@@ -152,4 +155,4 @@ class DenseCausalLM(DecoderCausalLM):
             mlp = Mlp(f"{name}.mlp", *sizes, config.hidden_act, options.mlp_bias)
             return DecoderLayer(name, config, attention, mlp)
 
-        super().__init__(config, make_layer, head_size(config))
+        super().__init__(config, make_layer, head_size(config), ranks)

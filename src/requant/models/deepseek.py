@@ -15,6 +15,7 @@ from requant.models.decoder import DecoderCausalLM, DecoderLayer, MakeLayer
 from requant.models.mla import LatentSelfAttention
 from requant.models.mlp import Mlp, check_activation
 from requant.models.moe import SparseMlp
+from requant.parallel import ALONE, Ranks
 from requant.recipe.layer import LayerNames
 
 _MTP = "an MTP layer, which only speculative decoding uses"
@@ -23,7 +24,7 @@ _MTP = "an MTP layer, which only speculative decoding uses"
 class DeepseekV2ForCausalLM(DecoderCausalLM):
     """Latent attention; behind the first dense layers a softmax over experts, of the best groups or of all."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
         method = config.topk_method
         _check("topk_method", method, "greedy", "group_limited_greedy")
         _check("scoring_func", getattr(config, "scoring_func", "softmax"), "softmax")
@@ -39,7 +40,7 @@ class DeepseekV2ForCausalLM(DecoderCausalLM):
             groups=_given(config, "n_group") if grouped else 1,
             top_groups=_given(config, "topk_group") if grouped else 1,
         )
-        super().__init__(config, _layers(config, routing, True, config.mlp_bias), config.qk_rope_head_dim)
+        super().__init__(config, _layers(config, routing, True, config.mlp_bias), config.qk_rope_head_dim, ranks)
 
 
 class DeepseekV3ForCausalLM(DecoderCausalLM):
@@ -48,7 +49,7 @@ class DeepseekV3ForCausalLM(DecoderCausalLM):
     Checkpoints have ``num_nextn_predict_layers`` more layers behind the last one, for multi-token prediction.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
         _check("topk_method", getattr(config, "topk_method", "noaux_tc"), "noaux_tc")
         _check("scoring_func", getattr(config, "scoring_func", "sigmoid"), "sigmoid")
         routing = Routing(
@@ -62,7 +63,7 @@ class DeepseekV3ForCausalLM(DecoderCausalLM):
             group_score=2,
         )
         make_layer = _layers(config, routing, config.rope_interleave, False, correction_bias=True)
-        super().__init__(config, make_layer, config.qk_rope_head_dim)
+        super().__init__(config, make_layer, config.qk_rope_head_dim, ranks)
         self.not_loaded = tuple(_mtp_layers(config, make_layer))
 
 

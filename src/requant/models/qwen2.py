@@ -3,6 +3,7 @@
 from transformers import PreTrainedConfig
 
 from requant.models.decoder import DecoderOptions, DenseCausalLM
+from requant.parallel import ALONE, Ranks
 
 
 class Qwen2ForCausalLM(DenseCausalLM):
@@ -11,5 +12,5 @@ class Qwen2ForCausalLM(DenseCausalLM):
     Which layers slide is read from ``layer_types``, which transformers derives from those two.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config, DecoderOptions(qkv_bias=True))
+    def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, DecoderOptions(qkv_bias=True), ranks)

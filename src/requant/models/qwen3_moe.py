@@ -11,12 +11,13 @@ from requant.models.attention import SelfAttention, head_size, sliding_windows
 from requant.models.decoder import DecoderCausalLM, DecoderLayer
 from requant.models.mlp import Mlp, check_activation
 from requant.models.moe import SparseMlp
+from requant.parallel import ALONE, Ranks
 
 
 class Qwen3MoeForCausalLM(DecoderCausalLM):
     """Every ``decoder_sparse_step``-th layer has experts, but for those that ``mlp_only_layers`` names."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
         windows = sliding_windows(config, "sliding_attention")
         check_activation(config.hidden_act)
         if config.decoder_sparse_step < 1:
@@ -29,7 +30,7 @@ class Qwen3MoeForCausalLM(DecoderCausalLM):
             )
             return DecoderLayer(name, config, attention, _mlp(f"{name}.mlp", config, index))
 
-        super().__init__(config, make_layer, head_size(config))
+        super().__init__(config, make_layer, head_size(config), ranks)
 
 
 def _mlp(name: str, config: PreTrainedConfig, index: int) -> nn.Module:
