@@ -41,7 +41,7 @@ def test_readers_wait_for_slabs_and_leave_when_told(tensor):
         reader.wait()
         assert reader.poll() is None, "both slabs are taken, so nothing more can have arrived"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("requant-reader")]
-    assert pool.acquire() is None
+    assert not pool.reserve()
 
 
 def test_an_error_reaches_the_consumer_behind_what_was_read(tensor):

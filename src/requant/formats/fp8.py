@@ -6,6 +6,7 @@ Shape legend: M, N rows; K columns; a tile is ``rows`` × ``cols`` elements, and
 elements they have.
 """
 
+from collections.abc import Callable
 from math import ceil
 
 import torch
@@ -25,7 +26,9 @@ def scale_shape(m: int, k: int, rows: int, cols: int) -> tuple[int, int]:
     return ceil(m / rows), (ceil(k / cols) if cols else 1)
 
 
-def quantize_tiles(x: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+def quantize_tiles(
+    x: Tensor, rows: int, cols: int, reduce: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize [M, K] (floating point, finite values) with one scale per tile.
 
     s = max(amax / 448, 2^-126), or 1 for a tile of zeros; q = e4m3(clamp(x / s, -448, 448)). Both divisions are
@@ -35,6 +38,7 @@ def quantize_tiles(x: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         x: The matrix.
         rows: Rows of a tile.
         cols: Columns of a tile; 0 for the whole of K.
+        reduce: Given the tiles' largest magnitudes, returns those to use: where a tile is more than what is here.
 
     Returns:
         Codes, float8_e4m3fn [M, K], and scales, float32 ``scale_shape(M, K, rows, cols)``.
@@ -49,13 +53,49 @@ def quantize_tiles(x: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     tiles = x.view(tile_rows, rows, tile_cols, cols)
     amax = tiles.abs().amax(3)
     amax = amax.amax(1) if rows > 1 else amax.squeeze(1)
+    if reduce is not None:
+        amax = reduce(amax)
+    scale = _scales(amax)
+    codes = _codes(tiles, scale[:, None, :, None]).view(x.shape)
+    return (codes[:m, :k].contiguous() if any(padding) else codes), scale
+
+
+def row_maxima(weight: Tensor) -> Tensor:
+    """The largest magnitude of each row of [N, K], float32 [N, 1]; temporaries are of bounded size."""
+    n, k = weight.shape
+    out = torch.zeros((n, 1), dtype=torch.float32, device=weight.device)
+    for start, stop in row_runs(n, k) if k else ():
+        out[start:stop] = weight[start:stop].float().abs().amax(1, keepdim=True)
+    return out
+
+
+def quantize_rows(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize some columns of rows whose largest magnitudes are known, as :func:`quantize_tiles` does whole rows.
+
+    Args:
+        weight: [N, K], floating point.
+        amax: float32 [N, 1], not less than the magnitudes in ``weight``.
+
+    Returns:
+        Codes, float8_e4m3fn [N, K], and scales, float32 [N, 1].
+    """
+    n, k = weight.shape
+    data = torch.empty((n, k), dtype=E4M3, device=weight.device)
+    scale = _scales(amax)
+    for start, stop in row_runs(n, k):
+        data[start:stop] = _codes(weight[start:stop].float(), scale[start:stop])
+    return data, scale
+
+
+def _scales(amax: Tensor) -> Tensor:
     # Divided by a tensor: on a CUDA device torch multiplies by the reciprocal of a Python scalar instead.
     scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min_(SCALE_MIN)
-    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def _codes(values: Tensor, scale: Tensor) -> Tensor:
     # Clamped first: the cast turns whatever rounds above 448 into NaN.
-    codes = (tiles / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    codes = codes.view(x.shape)
-    return (codes[:m, :k].contiguous() if any(padding) else codes), scale
+    return (values / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def dequantize_tiles(data: Tensor, scale: Tensor, rows: int, cols: int) -> Tensor:

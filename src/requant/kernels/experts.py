@@ -24,6 +24,9 @@ class ExpertWeights:
         w2_bias: [E, H] likewise.
         activation: Name of act in transformers' ``ACT2FN``.
         gated: Whether there is a gate.
+        first: Number of the first expert: those that are chosen are counted over all ranks, and what is chosen of
+            others is passed over.
+        lead: Columns of w2 before the first that takes an inner feature; they and those behind the last take zeros.
     """
 
     w13: Tensor | QuantizedStack
@@ -32,3 +35,5 @@ class ExpertWeights:
     w2_bias: Tensor | None
     activation: str
     gated: bool
+    first: int = 0
+    lead: int = 0

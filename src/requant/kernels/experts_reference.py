@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from requant.formats.base import QuantizedStack
 from requant.kernels.activation import dequantize_activation, quantize_activation
 from requant.kernels.experts import ExpertWeights
-from requant.kernels.table import lookup
+from requant.kernels.table import RowMax, lookup
 
 
 class ReferenceExperts:
@@ -21,32 +21,44 @@ class ReferenceExperts:
     weights are dequantized once, to float32 copies that stand beside them.
     """
 
-    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> None:
         self._w13, self._w2 = _dense(weights.w13), _dense(weights.w2)
         self._weights = weights
         self._activation = weights.w13.format.activation if isinstance(weights.w13, QuantizedStack) else None
         self._act = ACT2FN[weights.activation]
         self._dtype = dtype
+        self._row_max = row_max
         self._product = lookup("dense", "*", self._w13.device.type)
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """See the table's ``experts``."""
-        chosen = x.new_zeros((*experts.shape, x.shape[1]), dtype=torch.float32)
+        pairs = self._pairs(experts)
         x = self._input(x)
-        for expert in experts.unique().tolist():
-            tokens, choices = (experts == expert).nonzero(as_tuple=True)
-            inner = self._linear(x[tokens], self._w13[expert], self._weights.w13_bias, expert)
-            inner = self._input(self._activate(inner))
-            chosen[tokens, choices] = self._linear(inner, self._w2[expert], self._weights.w2_bias, expert).float()
+        inner = x.new_zeros((experts.numel(), self._w2.shape[2]), dtype=self._dtype)
+        for expert, at in pairs:
+            y = self._activate(
+                self._linear(x[at // experts.shape[1]], self._w13[expert], self._weights.w13_bias, expert)
+            )
+            inner[at, self._weights.lead : self._weights.lead + y.shape[1]] = y
+        inner = self._input(inner, self._row_max)  # all at once: what ranks do together does not depend on the choices
+        chosen = x.new_zeros((experts.numel(), self._w2.shape[1]), dtype=torch.float32)
+        for expert, at in pairs:
+            chosen[at] = self._linear(inner[at], self._w2[expert], self._weights.w2_bias, expert).float()
+        chosen = chosen.view(*experts.shape, self._w2.shape[1])
         out = torch.zeros_like(chosen[:, 0])
         for choice in range(experts.shape[1]):
             out += chosen[:, choice] * weights[:, choice, None]
         return out.to(self._dtype)
 
-    def _input(self, x: Tensor) -> Tensor:
+    def _pairs(self, experts: Tensor) -> list[tuple[int, Tensor]]:
+        """For each expert here that is chosen, the (token, choice) pairs that chose it, as their numbers t · k + j."""
+        local = experts.reshape(-1) - self._weights.first
+        return [(e, (local == e).nonzero()[:, 0]) for e in local.unique().tolist() if 0 <= e < len(self._w2)]
+
+    def _input(self, x: Tensor, row_max: RowMax | None = None) -> Tensor:
         """What is multiplied: quantized and dequantized as the format says, in the weight's dtype."""
         if self._activation is not None:
-            x = dequantize_activation(*quantize_activation(x, self._activation), self._activation)
+            x = dequantize_activation(*quantize_activation(x, self._activation, row_max), self._activation)
         return x.to(self._w13.dtype)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
@@ -62,9 +74,9 @@ class ReferenceExperts:
         return (self._act(gate) * up).to(self._dtype)
 
 
-def experts(weights: ExpertWeights, dtype: torch.dtype) -> ReferenceExperts:
+def experts(weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> ReferenceExperts:
     """The forward of a layer of experts for inputs of ``dtype``."""
-    return ReferenceExperts(weights, dtype)
+    return ReferenceExperts(weights, dtype, row_max)
 
 
 def _dense(weight: Tensor | QuantizedStack) -> Tensor:

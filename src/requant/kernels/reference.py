@@ -10,7 +10,7 @@ from requant.formats.base import Format, QuantizedTensor
 from requant.formats.per_block_fp8 import FORMAT as PER_BLOCK
 from requant.formats.rows import row_runs
 from requant.kernels.activation import dequantize_activation, quantize_activation
-from requant.kernels.table import lookup
+from requant.kernels.table import RowMax, lookup
 
 
 def quantize(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None:
@@ -43,20 +43,21 @@ class ReferenceLinear:
         nbytes: Its bytes, beside those of the quantized tensors.
     """
 
-    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype):
+    def __init__(self, weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None):
         self.weight = weight.dequantize()
         self.nbytes = self.weight.nbytes
         self._activation = weight.format.activation
+        self._row_max = row_max
         self._dtype = dtype
         self._dense = lookup("dense", "*", self.weight.device.type)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize the activations as the format says, multiply, round once to the dtype."""
         if self._activation is not None:
-            x = dequantize_activation(*quantize_activation(x, self._activation), self._activation)
+            x = dequantize_activation(*quantize_activation(x, self._activation, self._row_max), self._activation)
         return self._dense(x.float(), self.weight).to(self._dtype)
 
 
-def linear(weight: QuantizedTensor, dtype: torch.dtype) -> ReferenceLinear:
+def linear(weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None) -> ReferenceLinear:
     """The forward of a linear layer whose weight is ``weight`` (its parts stacked), for inputs of ``dtype``."""
-    return ReferenceLinear(weight, dtype)
+    return ReferenceLinear(weight, dtype, row_max)

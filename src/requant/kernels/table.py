@@ -47,6 +47,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
+
+RowMax = Callable[[Tensor], Tensor]
+"""Given the largest magnitudes of a rank's share of activations, float32 [M, G], those that the scales are made of."""
 
 # (op, format, device type): "module:function"; "*" matches every format or device. The most specific row wins.
 _ROWS: dict[tuple[str, str, str], str] = {

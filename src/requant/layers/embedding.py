@@ -10,37 +10,44 @@ from requant.formats.base import Format
 from requant.kernels.table import lookup
 from requant.layers.base import PlainLayer, empty_parameter
 from requant.layers.linear import Linear, Part
-from requant.parallel import Placement
+from requant.parallel import ALONE, Placement, Ranks
 
 
 class Embedding(PlainLayer):
-    """One row of ``weight`` [V, H] a token.
+    """One row of ``weight`` [V, H] a token; each rank has some of the rows.
 
     Args:
         name: The module's name, which is its checkpoint name as well.
         rows: V, the size of the vocabulary.
         size: H.
+        ranks: The ranks.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, name: str, rows: int, size: int) -> None:
+    def __init__(self, name: str, rows: int, size: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.name = name
-        self.rows = rows
         self.size = size
-        self.placements = (Placement(f"{name}.weight", (rows, size)),)
+        self.own = ranks.split(rows, "vocab_size")
+        self.placements = (Placement(f"{name}.weight", (rows, size), rows=self.own if ranks.size > 1 else None),)
+        self._ranks = ranks
 
     def build(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Create ``weight`` [V, H]."""
-        self.weight = empty_parameter((self.rows, self.size), dtype, device)
+        """Create ``weight``, this rank's rows of [V, H]."""
+        self.weight = empty_parameter((len(self.own), self.size), dtype, device)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [T] → rows [T, H]."""
-        return F.embedding(ids, self.weight)
+        if self._ranks.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.own.start
+        foreign = (local < 0) | (local >= len(self.own))
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._ranks.sum(rows.masked_fill(foreign[:, None], 0))  # one rank has each row, all others 0
 
     def project(self, x: Tensor) -> Tensor:
-        """X [T, H] → x · weightᵀ [T, V]: the embedding as an output head."""
+        """X [T, H] → x · weightᵀ, this rank's columns of [T, V]: the embedding as an output head."""
         return lookup("dense", "*", x.device.type)(x, self.weight)
 
 
@@ -55,10 +62,16 @@ class OutputHead(Linear):
         rows: V.
         in_features: H.
         tied_to: The embedding whose checkpoint tensor the head shares, if it is tied.
+        ranks: The ranks, each of which has some of the rows.
     """
 
-    def __init__(self, name: str, rows: int, in_features: int, tied_to: Embedding | None = None) -> None:
-        super().__init__(name, in_features, [Part(name, rows)], protected=name)
+    def __init__(
+        self, name: str, rows: int, in_features: int, tied_to: Embedding | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        own = ranks.split(rows, "vocab_size") if ranks.size > 1 else None
+        super().__init__(name, in_features, [Part(name, rows, own=own)], protected=name)
+        self._ranks = ranks
+        self._shares = [len(share) for share in ranks.shares(rows, "vocab_size")]
         self.tied = tied_to is not None
         # The method and not the module, which would appear a second time among the model's modules.
         self._project: Callable[[Tensor], Tensor] | None = tied_to.project if tied_to else None
@@ -78,3 +91,8 @@ class OutputHead(Linear):
             self._forward = self._project
         else:
             super().finish()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [T, H] → [T, V], the same on every rank."""
+        logits = super().forward(x)
+        return self._ranks.group.all_gather(logits, self._shares) if self._ranks.size > 1 else logits

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from requant.errors import CheckpointError
 from requant.formats import count_nonfinite
-from requant.formats.base import Format, QuantizedTensor
+from requant.formats.base import Format
 from requant.kernels.table import lookup
 from requant.layers.linear import Linear, Part
+from requant.parallel.split import spread
 
 
 class LatentProjection(Linear):
@@ -26,11 +27,22 @@ class LatentProjection(Linear):
         latent_size: R.
         key_size: Dn.
         value_size: Dv.
+        own: The heads that this rank has; None: all.
     """
 
-    def __init__(self, name: str, num_heads: int, latent_size: int, key_size: int, value_size: int) -> None:
-        super().__init__(name, latent_size, [Part(name, num_heads * (key_size + value_size))])
-        self._heads = (num_heads, key_size + value_size, latent_size)
+    def __init__(
+        self,
+        name: str,
+        num_heads: int,
+        latent_size: int,
+        key_size: int,
+        value_size: int,
+        own: range | None = None,
+    ) -> None:
+        size = key_size + value_size
+        rows = spread(own, size) if own is not None else None
+        super().__init__(name, latent_size, [Part(name, num_heads * size, own=rows)])
+        self._heads = (len(own) if own is not None else num_heads, size, latent_size)
         self._sizes = [key_size, value_size]
         self._to_keys: Tensor | None = None
         self._to_values: Tensor | None = None
@@ -52,9 +64,7 @@ class LatentProjection(Linear):
         assert self.weight is not None, "build() comes first"
         values = self.weight.data
         if self._format is not None:
-            assert self.weight_scale is not None
-            shape = (self.out_features, self.in_features)
-            values = QuantizedTensor(values, self.weight_scale.data, self._format, shape).dequantize(self._dtype)
+            values = self._quantized(self._format).dequantize(self._dtype)
             if bad := int(count_nonfinite(values)):
                 raise CheckpointError(
                     f"{self.names.module}: {bad} of {values.numel()} dequantized values are NaN or Inf "

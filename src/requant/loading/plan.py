@@ -8,6 +8,7 @@ import torch
 
 from requant.errors import ConfigError
 from requant.formats.base import Format
+from requant.formats.shard import Shard
 from requant.loading.headers import TensorInfo
 from requant.loading.sources import ScalePart
 from requant.loading.storage import Storage
@@ -26,12 +27,16 @@ _TEMPORARIES_REQUANTIZING = 32
 
 @dataclass(frozen=True)
 class Step:
-    """Rows of one tensor of the checkpoint on their way into one parameter.
+    """A rectangle of one tensor of the checkpoint on its way into one parameter.
+
+    Rows and columns are those of ``placement.shape``; a vector is a column.
 
     Attributes:
         tensor: What is read.
         module: Name of the module that owns the parameter.
-        placement: Which of its rows are filled, and by which rows of the tensor.
+        placement: Which of its rows are filled, and by which rectangle of the tensor.
+        rows: Rows that are read: this rank's, and the others of the blocks that they are in.
+        columns: Columns that are read, likewise; all of them where a row is short.
         source: The format that the tensor is in; None: unquantized.
         format: What the parameter is stored as; None: unquantized.
         scale_offset: Row of the parameter's scales where those of this tensor begin.
@@ -41,6 +46,8 @@ class Step:
     tensor: TensorInfo
     module: str
     placement: Placement
+    rows: range
+    columns: range
     source: Format | None = None
     format: Format | None = None
     scale_offset: int = 0
@@ -58,19 +65,51 @@ class Step:
         return self.tensor.nbytes // max(prod(leading), 1)
 
     @property
-    def rows(self) -> int:
-        """How many rows are read."""
-        return self.placement.shape[0]
-
-    @property
-    def begin(self) -> int:
-        """Offset of the first byte that is read, within the tensor."""
-        return self.placement.start * self.row_bytes
+    def run_bytes(self) -> int:
+        """Bytes that are read of each row."""
+        return self._column_bytes(len(self.columns))
 
     @property
     def nbytes(self) -> int:
         """Bytes that are read."""
-        return self.rows * self.row_bytes
+        return len(self.rows) * self.run_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of what this rank has: those that are read, without what is read for its neighbours' sake."""
+        columns = self.placement.own_columns if len(self.placement.shape) == 2 else self.columns
+        return len(self.placement.own_rows) * self._column_bytes(len(columns))
+
+    @property
+    def begin(self) -> int:
+        """Offset of the first byte that is read, within the tensor."""
+        return self.offset(self.rows.start)
+
+    @property
+    def cut(self) -> bool:
+        """Whether some columns are not read, so that each row is a run of its own in the file."""
+        return self.run_bytes < self.row_bytes
+
+    @property
+    def shard(self) -> Shard | None:
+        """How the parameter stores what this rank has; None: unquantized."""
+        if self.format is None:
+            return None
+        n, k = self.placement.shape
+        return Shard(self.format, (n, k), self.placement.own_rows, self.placement.own_columns)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a row's scale depends on columns that only other ranks read: the largest magnitudes are compared."""
+        return self.converts and self.cut and self.format is not None and not self.format.group[1]
+
+    def offset(self, row: int) -> int:
+        """Offset of the first byte that is read of a row, within the tensor."""
+        return (self.placement.start + row) * self.row_bytes + self._column_bytes(self.columns.start)
+
+    def _column_bytes(self, columns: int) -> int:
+        """Bytes of a row's first columns: a number that ends with a byte, or all of them."""
+        return self.row_bytes * columns // max(prod(self.placement.shape[1:]), 1)
 
 
 @dataclass(frozen=True)
@@ -78,7 +117,8 @@ class ScaleStep:
     """Scales of the checkpoint, read before any weight.
 
     Attributes:
-        part: What is read.
+        part: What is read: whole rows.
+        columns: Those of its columns that are kept.
         module: Name of the module that owns the weight.
         parameter: Name of the parameter that holds the scales from now on; "": they are needed only until the weight
             has been dequantized.
@@ -86,9 +126,15 @@ class ScaleStep:
     """
 
     part: ScalePart
+    columns: range
     module: str
     parameter: str = ""
     offset: int = 0
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of what is kept."""
+        return self.part.nbytes // max(self.part.shape[1], 1) * len(self.columns)
 
 
 @dataclass(frozen=True)
@@ -171,6 +217,11 @@ class Plan:
     def bytes_to_read(self) -> int:
         """Bytes that are read from the checkpoint."""
         return sum(step.part.nbytes for step in self.scales) + sum(step.nbytes for step in self.steps)
+
+    @property
+    def bytes_wanted(self) -> int:
+        """Bytes of what this rank has of the checkpoint: less than is read where blocks or short rows are shared."""
+        return sum(step.wanted_bytes for step in self.scales) + sum(step.wanted_bytes for step in self.steps)
 
     @property
     def weight_bytes(self) -> int:

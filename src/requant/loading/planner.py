@@ -5,12 +5,15 @@ Every error about names, shapes and formats comes from here, before a weight is 
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from requant.formats.base import Format
+from requant.formats.shard import Shard, touched
 from requant.loading.headers import Checkpoint
 from requant.loading.leftovers import block_of, check_leftovers
 from requant.loading.plan import LayerPlan, Plan, ScaleStep, Step
@@ -19,6 +22,9 @@ from requant.loading.sources import SourcePart, Sources
 from requant.loading.storage import Storage, store
 from requant.parallel import ALONE, Placement, Ranks
 from requant.recipe import Decision, LayerNames, Recipe, resolve, source_quantization
+
+RUN_BYTES = 16 * 1024
+"""Rows are read piece by piece only where a piece has this many bytes, which take longer than to ask for them."""
 
 
 def make_plan(
@@ -32,6 +38,7 @@ def make_plan(
     device: torch.device,
     not_loaded: Sequence[LayerNames] = (),
     ranks: Ranks = ALONE,
+    run_bytes: int = RUN_BYTES,
 ) -> Plan:
     """Decide every layer, and account for every tensor of the checkpoint and every parameter of the model.
 
@@ -45,6 +52,7 @@ def make_plan(
         device: Where the model will run.
         not_loaded: Layers that a recipe could reach and the model does not run, where the checkpoint has them.
         ranks: The one that the model was made for.
+        run_bytes: Of a rank's columns, rows with fewer bytes than this in each are read whole and cut on the device.
 
     Raises:
         CheckpointError: The checkpoint is quantized in a way that is not loaded, a tensor is missing, or has
@@ -57,7 +65,7 @@ def make_plan(
         module.match_checkpoint(checkpoint.tensors)
     absent = _present(not_loaded, checkpoint)
     resolution = resolve(recipe, [*(module.names for module in reachable.values()), *absent])
-    planner = _Planner(sources, dtype, device)
+    planner = _Planner(sources, dtype, device, ranks.size * run_bytes)
     for key, module in model.named_modules():
         if key in reachable:
             planner.add_layer(key, reachable[key], resolution.decisions[reachable[key].names.module])
@@ -89,8 +97,9 @@ def make_plan(
 class _Planner:
     """Collects steps and layers."""
 
-    def __init__(self, sources: Sources, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, sources: Sources, dtype: torch.dtype, device: torch.device, whole_row_bytes: int) -> None:
         self._sources = sources
+        self._whole_row_bytes = whole_row_bytes
         self._dtype = dtype
         self._device = device
         self.layers: list[LayerPlan] = []
@@ -109,13 +118,14 @@ class _Planner:
         if not shares:
             scale_offsets: dict[str, int] = defaultdict(int)
             for part, placement in zip(parts, matrices, strict=True):
-                n, k = placement.shape
-                self._add_part(key, part, placement, storage, scale_offsets[placement.parameter])
-                if format:
-                    scale_offsets[placement.parameter] += format.scale_shape(n, k)[0]
-                    after += format.nbytes(n, k)
+                if not placement.own_rows:
+                    continue
+                shard = self._add_part(key, part, placement, storage, scale_offsets[placement.parameter])
+                if shard:
+                    scale_offsets[placement.parameter] += len(shard.scale_rows)
+                    after += shard.nbytes
                 else:
-                    after += n * k * (placement.dtype or self._dtype).itemsize
+                    after += prod(placement.own_shape) * (placement.dtype or self._dtype).itemsize
             self.add_plain(key, [placement for placement in module.placements if len(placement.shape) != 2])
         self.layers.append(
             LayerPlan(
@@ -124,7 +134,7 @@ class _Planner:
                 parts=module.names.parts,
                 source="+".join(sorted({part.name for part in parts})),
                 activation=module.activation(format) or str(self._dtype).removeprefix("torch."),
-                bytes_before=sum(_bytes_before(part, p) for part, p in zip(parts, matrices, strict=True)),
+                bytes_before=sum(_bytes_before(part, p) for part, p in zip(parts, matrices, strict=True) if p.own_rows),
                 bytes_after=after,
                 layout_bytes=module.layout_bytes(format, self._dtype, self._device),
             )
@@ -133,18 +143,49 @@ class _Planner:
     def add_plain(self, key: str, placements: Iterable[Placement]) -> None:
         """Plan tensors that are cast to the parameter's dtype."""
         for placement in placements:
-            self.steps.append(Step(self._sources.plain(placement), key, placement))
-            self.plain_bytes += prod(placement.shape) * (placement.dtype or self._dtype).itemsize
+            tensor = self._sources.plain(placement)
+            if placement.own_rows:
+                columns = range(prod(placement.shape[1:]))
+                self.steps.append(Step(tensor, key, placement, placement.own_rows, columns))
+                self.plain_bytes += prod(placement.own_shape) * (placement.dtype or self._dtype).itemsize
 
-    def _add_part(self, key: str, part: SourcePart, placement: Placement, storage: Storage, scale_offset: int) -> None:
-        scale = None
+    def _add_part(
+        self, key: str, part: SourcePart, placement: Placement, storage: Storage, scale_offset: int
+    ) -> Shard | None:
+        """Plan the way of one matrix; how it is stored, if that is in a format."""
+        source, format = part.format, storage.format
+        rows, columns = self._reading(part, placement, format)
+        step = Step(part.tensor, key, placement, rows, columns, source, format, scale_offset)
+        shard = step.shard
         if part.scale is not None:
-            if part.format == storage.format:
-                step = ScaleStep(part.scale, key, f"{placement.parameter}_scale", scale_offset)
+            assert source is not None
+            if shard is not None and not step.converts:
+                parameter = f"{placement.parameter}_scale"
+                scales = part.scale.cut(shard.scale_rows)
+                self.scales.append(ScaleStep(scales, shard.scale_columns, key, parameter, scale_offset))
             else:
-                step, scale = ScaleStep(part.scale, key), len(self.scales)
-            self.scales.append(step)
-        self.steps.append(Step(part.tensor, key, placement, part.format, storage.format, scale_offset, scale))
+                scales = part.scale.cut(touched(rows, source.group[0]))
+                step = replace(step, scale=len(self.scales))
+                self.scales.append(ScaleStep(scales, touched(columns, source.group[1]), key))
+        self.steps.append(step)
+        return shard
+
+    def _reading(self, part: SourcePart, placement: Placement, format: Format | None) -> tuple[range, range]:
+        """The rows and the columns of a matrix that are read.
+
+        Whoever dequantizes or quantizes needs whole blocks. Of a short row, a read for each would cost more than the
+        rest of it.
+        """
+        n, k = placement.shape
+        rows, columns = placement.own_rows, placement.own_columns
+        converting = [f for f in (part.format, format) if f is not None and part.format != format]
+        for one in converting:
+            rows = one.row_window(rows, n)
+        if Step(part.tensor, "", placement, rows, range(k)).row_bytes < self._whole_row_bytes:
+            return rows, range(k)
+        for one in filter(None, (format, *converting)):
+            columns = one.column_window(columns, k)
+        return rows, columns
 
 
 def _present(not_loaded: Sequence[LayerNames], checkpoint: Checkpoint) -> list[LayerNames]:
@@ -154,7 +195,15 @@ def _present(not_loaded: Sequence[LayerNames], checkpoint: Checkpoint) -> list[L
 
 
 def _bytes_before(part: SourcePart, placement: Placement) -> int:
-    return Step(part.tensor, "", placement).nbytes + (part.scale.nbytes if part.scale else 0)
+    """Bytes of what this rank has of a matrix in the checkpoint."""
+    own, columns = placement.own_rows, placement.own_columns
+    nbytes = Step(part.tensor, "", placement, own, columns).wanted_bytes
+    if part.format is None or part.scale is None:
+        return nbytes
+    n, k = placement.shape
+    shard = Shard(part.format, (n, k), own, columns)
+    scales = ScaleStep(part.scale.cut(shard.scale_rows), shard.scale_columns, "")
+    return nbytes + scales.wanted_bytes
 
 
 def _not_loaded(names: LayerNames, decision: Decision, checkpoint: Checkpoint) -> LayerPlan:

@@ -18,17 +18,26 @@ from requant.loading.headers import TensorInfo
 
 @dataclass(frozen=True)
 class Extent:
-    """Some consecutive bytes of one tensor.
+    """Some bytes of one tensor: consecutive ones, or runs of the same length at the same distance.
 
     Attributes:
         tensor: The tensor.
         begin: Offset of the first byte within the tensor.
-        nbytes: How many.
+        run: Bytes of a run.
+        runs: How many runs.
+        stride: From the beginning of a run to that of the next one.
     """
 
     tensor: TensorInfo
     begin: int
-    nbytes: int
+    run: int
+    runs: int = 1
+    stride: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return self.run * self.runs
 
 
 class SlabPool:
@@ -48,14 +57,19 @@ class SlabPool:
         self._closed = False
         self._changed = threading.Condition()
 
-    def acquire(self) -> Tensor | None:
-        """A slab (uint8 [slab_bytes]), waiting for one if all are in use; None once the pool is closed."""
+    def reserve(self) -> bool:
+        """Wait until a slab is free and keep it for the caller, who then takes it; False once the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._in_use < self._count)
             if self._closed:
-                return None
+                return False
             self._in_use += 1
             self.high_water = max(self.high_water, self._in_use * self.slab_bytes)
+            return True
+
+    def take(self) -> Tensor:
+        """The slab that was reserved, uint8 [slab_bytes]."""
+        with self._changed:
             if self._free:
                 return self._free.pop()
         return torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
@@ -96,6 +110,7 @@ class Reader:
         self._cursor = 0
         self._taken = 0
         self._files: dict[Path, int] = {}
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._done: deque[tuple[int, Tensor] | Exception] = deque()
         self._arrived = threading.Condition()
@@ -142,20 +157,23 @@ class Reader:
         return arrived
 
     def _work(self) -> None:
-        while (index := self._take()) is not None:
+        while (index := self._next()) is not None:
             try:
-                slab = self._pool.acquire()
-                if slab is None:
-                    return
+                slab = self._pool.take()
                 self._read(self._extents[index], slab)
             except Exception as error:  # handed to the consumer, which raises it
                 self._put(error)
                 return
             self._put((index, slab))
 
-    def _take(self) -> int | None:
-        with self._lock:
-            if self._cursor == len(self._extents):
+    def _next(self) -> int | None:
+        """The next extent, and a slab that is reserved for it.
+
+        One thread at a time: slabs are given out in the order of the extents, so that a consumer who wants some of
+        them in order may hold those that come too early, and the one it waits for still has its slab.
+        """
+        with self._turn:
+            if self._cursor == len(self._extents) or not self._pool.reserve():
                 return None
             self._cursor += 1
             return self._cursor - 1
@@ -166,16 +184,17 @@ class Reader:
             self._arrived.notify()
 
     def _read(self, extent: Extent, slab: Tensor) -> None:
-        info = extent.tensor
-        target = slab.numpy().data[: extent.nbytes]
-        position = info.start + extent.begin
+        info, memory = extent.tensor, slab.numpy().data
         try:
             descriptor = self._open(info.file)
-            while target:
-                count = os.preadv(descriptor, [target], position)
-                if count == 0:
-                    raise CheckpointError(f"{info.file} is truncated: it ends within tensor {info.name}")
-                target, position = target[count:], position + count
+            for run in range(extent.runs):
+                target = memory[run * extent.run : (run + 1) * extent.run]
+                position = info.start + extent.begin + run * extent.stride
+                while target:
+                    count = os.preadv(descriptor, [target], position)
+                    if count == 0:
+                        raise CheckpointError(f"{info.file} is truncated: it ends within tensor {info.name}")
+                    target, position = target[count:], position + count
         except OSError as error:
             raise CheckpointError(
                 f"cannot read tensor {info.name} of {info.file}: {error.strerror or error}"

@@ -64,6 +64,10 @@ class ScalePart:
     start: int
     shape: tuple[int, int]
 
+    def cut(self, rows: range) -> "ScalePart":
+        """Some of their rows."""
+        return ScalePart(self.tensor, self.start + rows.start, (len(rows), self.shape[1]))
+
     @property
     def begin(self) -> int:
         """Offset of their first byte, within the tensor."""

@@ -2,11 +2,12 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import lcm, prod
+from math import lcm
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from requant.errors import ConfigError, RequantError
 from requant.loading.headers import TensorInfo
 from requant.loading.lanes import Lane, make_lane
-from requant.loading.plan import Plan
+from requant.loading.plan import Plan, Step
 from requant.loading.progress import Progress
 from requant.loading.protocols import PlainModule, QuantizableModule
 from requant.loading.reader import Extent, Reader, SlabPool
@@ -57,7 +58,7 @@ class LoadResult:
         elapsed_seconds: Time spent quantizing, the layout step of quantized layers included.
         load_seconds: Time of everything, from building the parameters to the last layout step.
         peak_device_memory: Most bytes in use on the device; on the CPU the process's largest resident set.
-        bytes_read: Bytes read from the checkpoint.
+        bytes_read: Bytes read from the checkpoint, by this rank.
         staged_bytes: Most bytes of host memory that were staged at once.
     """
 
@@ -76,11 +77,13 @@ class _Chunk:
         extent: What is read.
         place: Takes it, on the device.
         timed: Whether placing it counts as quantization.
+        ordered: Whether placing it is something that all ranks do together, and therefore in one order.
     """
 
     extent: Extent
     place: Callable[[Tensor], None]
     timed: bool = False
+    ordered: bool = False
 
 
 def load(
@@ -153,28 +156,47 @@ def _weight_chunks(plan: Plan, targets: Targets, limit: int) -> list[_Chunk]:
     """Everything else, in pieces that can be placed by themselves."""
     chunks = []
     for index, step in enumerate(plan.steps):
-        if step.source or step.format:
-            rows, row_bytes = step.rows, step.row_bytes
-            align = lcm(*(format.group[0] for format in (step.source, step.format) if format))
-        else:  # single elements, for a vector is one long row
-            rows, align = prod(step.placement.shape), 1
-            row_bytes = step.nbytes // max(rows, 1)
-        for start, stop in row_chunks(0, rows, row_bytes, limit, align):
-            extent = Extent(step.tensor, step.begin + start * row_bytes, (stop - start) * row_bytes)
-            chunks.append(_Chunk(extent, partial(targets.fill, index, start, stop), step.converts))
+        formats = [format for format in (step.source, step.format) if format and step.converts]
+        align = lcm(*(format.group[0] for format in formats))
+        # What all ranks do together is cut in the same way on all, whatever each has of a row.
+        row_bytes = step.row_bytes if step.reduces else step.run_bytes
+        for start, stop in row_chunks(step.rows.start, step.rows.stop, row_bytes, limit, align):
+            chunks.append(
+                _Chunk(
+                    _extent(step, start, stop), partial(targets.fill, index, start, stop), step.converts, step.reduces
+                )
+            )
     return chunks
 
 
+def _extent(step: Step, start: int, stop: int) -> Extent:
+    """The bytes of some rows of a step."""
+    if step.cut:
+        return Extent(step.tensor, step.offset(start), step.run_bytes, stop - start, step.row_bytes)
+    return Extent(step.tensor, step.offset(start), (stop - start) * step.run_bytes)
+
+
 def _fill(plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, progress: Progress | None) -> None:
-    """Place every chunk as it arrives, in whatever order."""
+    """Place every chunk as it arrives, in whatever order, but for those that have one."""
     info: TensorInfo | None = None
+    ordered = deque(index for index, chunk in enumerate(chunks) if chunk.ordered)
+    early: dict[int, Tensor] = {}
     try:
         for _ in chunks:
-            arrived = reader.poll()
-            while arrived is None and lane.reclaim():
+            while not (ordered and ordered[0] in early):
                 arrived = reader.poll()
-            index, slab = arrived or reader.wait()
+                while arrived is None and lane.reclaim():
+                    arrived = reader.poll()
+                index, slab = arrived or reader.wait()
+                if not chunks[index].ordered or index == ordered[0]:
+                    break
+                early[index] = slab
+            else:
+                index = ordered[0]
+                slab = early.pop(index)
             chunk = chunks[index]
+            if chunk.ordered:
+                ordered.popleft()
             info = chunk.extent.tensor
             with lane.chunk(slab, chunk.extent.nbytes, timed=chunk.timed) as source:
                 chunk.place(source)

@@ -1,6 +1,8 @@
 """The end of a weight's way: from bytes on the device into its slice of a final parameter."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor, nn
 
 from requant.errors import CheckpointError
 from requant.formats import count_nan_codes, count_nonfinite
+from requant.formats.fp8 import quantize_rows, row_maxima
 from requant.formats.mxfp4 import e8m0_to_float32
+from requant.formats.shard import Shard, touched
 from requant.kernels.table import lookup
 from requant.loading.plan import Plan, Step
 from requant.loading.sources import SOURCE_DTYPES
@@ -18,9 +22,10 @@ _E8M0_NAN = 255
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a step's rows go: views of the parameter and of its scales, and the scales they come with."""
+    """Where a step's rectangle goes: views of the parameter and of its scales, and the scales it comes with."""
 
     step: Step
+    shard: Shard | None
     data: Tensor
     scale: Tensor | None
     source_scale: Tensor | None
@@ -37,6 +42,7 @@ class Targets:
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         self._device = plan.device
+        self._group = plan.ranks.group
         self._scale_steps = plan.scales
         self._scales = _scale_targets(plan, modules)
         self._targets = [_target(step, modules[step.module], self._scales) for step in plan.steps]
@@ -46,14 +52,14 @@ class Targets:
 
     def fill_scale(self, index: int, source: Tensor) -> None:
         """Put the scales of one step of ``plan.scales``, bytes on the device, where they belong."""
-        target = self._scales[index]
-        dtype = self._scale_steps[index].part.tensor.dtype
+        target, step = self._scales[index], self._scale_steps[index]
+        dtype, columns = step.part.tensor.dtype, slice(step.columns.start, step.columns.stop)
         if target.dtype == torch.uint8:
-            target.copy_(source.view(target.shape))
-            self._bad_scales[index] += (source == _E8M0_NAN).sum()
+            target.copy_(source.view(step.part.shape)[:, columns])
+            self._bad_scales[index] += (target == _E8M0_NAN).sum()
             return
         values = e8m0_to_float32(source) if dtype == "F8_E8M0" else source.view(SOURCE_DTYPES[dtype])
-        target.copy_(values.view(target.shape))
+        target.copy_(values.view(step.part.shape)[:, columns])
         self._bad_scales[index] += count_nonfinite(target)
 
     def fill(self, index: int, start: int, stop: int, source: Tensor) -> None:
@@ -61,25 +67,30 @@ class Targets:
 
         Args:
             index: Of the step.
-            start: First row of the step's (first element, if it is neither source nor parameter that is quantized).
-            stop: The row (element) behind its last.
-            source: Its bytes, uint8 on the device.
+            start: First row of the matrix that is there (first element of a vector).
+            stop: The row behind its last.
+            source: The bytes of these rows, of the step's columns: uint8 on the device, which may be overwritten.
         """
         target = self._targets[index]
-        source_format, format = target.step.source, target.step.format
-        if source_format is None and format is None:
-            written = target.data.view(-1)[start:stop]
+        step = target.step
+        if step.source is None and step.format is None:
+            written = self._own_rows(target, start, stop)
             # Checked after the cast, which overflows where the model's dtype has less range than the checkpoint's.
-            written.copy_(source.view(SOURCE_DTYPES[target.step.tensor.dtype]))
+            written.copy_(_own(step, start, stop, _values(step, source, start, stop)).view(written.shape))
             self._count(index, written)
-        elif source_format is None:
-            weight = source.view(SOURCE_DTYPES[target.step.tensor.dtype]).view(stop - start, -1)
+        elif step.source is None:
+            weight = _values(step, source, start, stop)
             self._count(index, weight)
-            self._quantize(target, start, stop, weight)
-        elif source_format == format:
-            codes = target.data[start:stop]
-            codes.copy_(source.view(codes.dtype).view(codes.shape))
-            self._bad[index] += count_nan_codes(codes)
+            if step.reduces:
+                self._quantize_together(target, start, stop, weight)
+            else:
+                self._place(target, start, stop, partial(self._op(target, "quantize"), step.format, weight))
+        elif not step.converts:
+            assert target.shard is not None
+            codes = source.view(step.source.data_dtype).view(stop - start, -1)
+            written = self._own_rows(target, start, stop)
+            written.copy_(target.shard.cut_data(codes, step.columns))
+            self._bad[index] += count_nan_codes(written)
         else:
             self._convert(index, start, stop, source)
 
@@ -95,7 +106,7 @@ class Targets:
             if count
         ]
         bad += [
-            (target.step.tensor, prod(target.step.placement.shape), _checked_as(target), count)
+            (target.step.tensor, len(target.step.rows) * len(target.step.columns), _checked_as(target), count)
             for target, count in zip(self._targets, self._bad.tolist(), strict=True)
             if count
         ]
@@ -107,31 +118,77 @@ class Targets:
             f"tensor {info.name} of {info.file}: {count} of {values} values are NaN or Inf (as {shown}){more}"
         )
 
-    def _quantize(self, target: _Target, start: int, stop: int, weight: Tensor) -> None:
-        format = target.step.format
-        assert format is not None
-        run = lookup("quantize", format.name, self._device.type)
-        run(format, weight, target.data[start:stop], _scale_rows(target, start, stop))
+    def _op(self, target: _Target, op: str) -> Callable[..., None]:
+        assert target.step.format is not None
+        return lookup(op, target.step.format.name, self._device.type)
+
+    def _own_rows(self, target: _Target, start: int, stop: int) -> Tensor:
+        """The rows of the parameter that rows ``start`` to ``stop`` of the matrix fill, those of them that it has."""
+        own = target.step.placement.own_rows
+        return target.data[max(start, own.start) - own.start : min(stop, own.stop) - own.start]
 
     def _convert(self, index: int, start: int, stop: int, source: Tensor) -> None:
         """Dequantize, and quantize anew unless the parameter is unquantized."""
         target = self._targets[index]
-        source_format, format = target.step.source, target.step.format
-        assert source_format is not None
+        step = target.step
+        assert step.source is not None
         assert target.source_scale is not None
-        k = target.step.placement.shape[1]
-        codes = source.view(source_format.data_dtype).view(stop - start, -1)
-        group = source_format.group[0]
-        first = start // group
-        scale = target.source_scale[first : first + source_format.scale_shape(stop - start, k)[0]]
-        if format is None:
-            written = target.data[start:stop]
-            written.copy_(source_format.dequantize(codes, scale, (stop - start, k)).to(torch.bfloat16))
-            self._count(index, written)  # after the cast, as above
+        shape = stop - start, len(step.columns)
+        codes = source.view(step.source.data_dtype).view(stop - start, -1)
+        group = step.source.group[0]
+        first = start // group - step.rows.start // group
+        scale = target.source_scale[first : first + step.source.scale_shape(*shape)[0]]
+        if step.format is not None and not step.reduces:
+            bad = self._bad[index : index + 1]
+            requantize = self._op(target, "requantize")
+            self._place(target, start, stop, lambda data, out: requantize(step.format, codes, scale, data, out, bad))
             return
-        run = lookup("requantize", format.name, self._device.type)
-        bad = self._bad[index : index + 1]
-        run(format, codes, scale, target.data[start:stop], _scale_rows(target, start, stop), bad)
+        weight = step.source.dequantize(codes, scale, shape).to(torch.bfloat16)
+        if step.reduces:
+            self._count(index, weight)
+            self._quantize_together(target, start, stop, weight)
+            return
+        written = self._own_rows(target, start, stop)
+        written.copy_(_own(step, start, stop, weight))
+        self._count(index, written)  # after the cast, as above
+
+    def _place(self, target: _Target, start: int, stop: int, write: Callable[[Tensor, Tensor], None]) -> None:
+        """Let ``write`` put codes and scales where they belong, or into memory that what belongs here is cut from.
+
+        Args:
+            target: The target.
+            start: First row of the matrix that is written.
+            stop: The row behind its last; between them whole blocks, or what the matrix has of them.
+            write: Takes codes and scales of these rows and of the step's columns.
+        """
+        step, shard = target.step, target.shard
+        assert shard is not None
+        assert target.scale is not None
+        own, rows = step.placement.own_rows, shard.format.group[0]
+        kept = range(max(start, own.start), min(stop, own.stop))
+        blocks = touched(kept, rows)
+        data = self._own_rows(target, start, stop)
+        scale = target.scale[blocks.start - shard.scale_rows.start : blocks.stop - shard.scale_rows.start]
+        if kept == range(start, stop) and step.columns == shard.columns:
+            write(data, scale)
+            return
+        format, columns = shard.format, len(step.columns)
+        codes = data.new_empty(format.data_shape(stop - start, columns))
+        scales = scale.new_empty(format.scale_shape(stop - start, columns))
+        write(codes, scales)
+        data.copy_(shard.cut_data(codes[kept.start - start : kept.stop - start], step.columns))
+        first = start // rows
+        scale.copy_(shard.cut_scale(scales[blocks.start - first : blocks.stop - first], step.columns))
+
+    def _quantize_together(self, target: _Target, start: int, stop: int, weight: Tensor) -> None:
+        """Quantize some columns of rows whose scales are those of the whole rows: the ranks compare magnitudes."""
+        assert target.scale is not None
+        weight = _own(target.step, start, stop, weight).contiguous()
+        amax = self._group.all_reduce_max(row_maxima(weight))
+        data, scale = quantize_rows(weight, amax)
+        own = target.step.placement.own_rows
+        self._own_rows(target, start, stop).copy_(data)
+        target.scale[max(start, own.start) - own.start : min(stop, own.stop) - own.start] = scale
 
     def _count(self, index: int, values: Tensor) -> None:
         if values.device.type == "cpu" and torch.stack(values.aminmax()).isfinite().all():
@@ -139,37 +196,43 @@ class Targets:
         self._bad[index] += count_nonfinite(values.view(1, -1))
 
 
-def _scale_rows(target: _Target, start: int, stop: int) -> Tensor:
-    """The rows of the parameter's scales that belong to these rows of the step."""
-    format = target.step.format
-    assert format is not None
-    assert target.scale is not None
-    first = start // format.group[0]
-    return target.scale[first : first + format.scale_shape(stop - start, target.step.placement.shape[1])[0]]
+def _values(step: Step, source: Tensor, start: int, stop: int) -> Tensor:
+    """The bytes of some rows of unquantized values, as such: [rows, columns]."""
+    return source.view(SOURCE_DTYPES[step.tensor.dtype]).view(stop - start, len(step.columns))
+
+
+def _own(step: Step, start: int, stop: int, values: Tensor) -> Tensor:
+    """What is this rank's of rows ``start`` to ``stop`` and the step's columns: a view."""
+    own = step.placement.own_rows
+    values = values[max(own.start - start, 0) : min(own.stop, stop) - start]
+    if step.placement.columns is None:
+        return values
+    first = step.placement.columns.start - step.columns.start
+    return values[:, first : first + len(step.placement.columns)]
 
 
 def _target(step: Step, module: nn.Module, scales: list[Tensor]) -> _Target:
-    placement = step.placement
+    placement, shard = step.placement, step.shard
     parameter = module.get_parameter(placement.parameter).data
     source_scale = scales[step.scale] if step.scale is not None else None
-    if step.format is None:
-        rows = parameter.view(-1, *placement.shape[1:])
-        return _Target(step, rows[placement.offset : placement.offset + placement.shape[0]], None, source_scale)
-    n, k = placement.shape
-    rows = parameter.view(-1, parameter.shape[-1])[placement.offset : placement.offset + n]
+    if shard is None:
+        rows = parameter.view(-1, *placement.own_shape[1:])
+        rows = rows[placement.offset : placement.offset + len(placement.own_rows)]
+        return _Target(step, None, rows, None, source_scale)
+    rows = parameter.view(-1, parameter.shape[-1])[placement.offset : placement.offset + len(placement.own_rows)]
     scale = module.get_parameter(f"{placement.parameter}_scale").data
     first = step.scale_offset
-    scale = scale.view(-1, scale.shape[-1])[first : first + step.format.scale_shape(n, k)[0]]
-    return _Target(step, rows, scale, source_scale)
+    scale = scale.view(-1, scale.shape[-1])[first : first + len(shard.scale_rows)]
+    return _Target(step, shard, rows, scale, source_scale)
 
 
 def _scale_targets(plan: Plan, modules: dict[str, nn.Module]) -> list[Tensor]:
     """For each scale step the tensor it fills: rows of a parameter, or a piece of memory that loading drops."""
-    sizes = [0 if step.parameter else prod(step.part.shape) for step in plan.scales]
+    sizes = [0 if step.parameter else step.part.shape[0] * len(step.columns) for step in plan.scales]
     pieces = torch.empty(sum(sizes), dtype=torch.float32, device=plan.device).split(sizes) if sizes else ()
     targets = []
     for step, piece in zip(plan.scales, pieces, strict=True):
-        rows, columns = step.part.shape
+        rows, columns = step.part.shape[0], len(step.columns)
         if step.parameter:
             scale = modules[step.module].get_parameter(step.parameter).data.view(-1, columns)
             targets.append(scale[step.offset : step.offset + rows])

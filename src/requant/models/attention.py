@@ -6,12 +6,15 @@ Legend: T tokens, H hidden size, Hq and Hk query and key/value heads, D head siz
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from requant.errors import ModelError
+from requant.errors import ConfigError, ModelError
 from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import Attention
-from requant.layers.linear import plain_linear, qkv_linear
+from requant.layers.linear import qkv_linear
 from requant.layers.norm import RMSNorm
 from requant.layers.rotary import rotate
+from requant.layers.row_linear import RowLinear
+from requant.parallel import ALONE, Ranks
+from requant.parallel.split import grouped_split, spread
 
 
 class SelfAttention(nn.Module):
@@ -24,9 +27,11 @@ class SelfAttention(nn.Module):
         output_bias: The output projection has one.
         qk_norm: Queries and keys are normalized head by head, before the rotation.
         window: The sliding window; None for full attention.
+        ranks: The ranks, which share the heads; where they are more than the key/value heads, several have the same.
 
     Raises:
         ModelError: The heads cannot be grouped.
+        ConfigError: The heads cannot be shared by this many ranks.
     """
 
     def __init__(
@@ -38,18 +43,20 @@ class SelfAttention(nn.Module):
         output_bias: bool = False,
         qk_norm: bool = False,
         window: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
         hidden, self.head_dim = config.hidden_size, head_size(config)
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
-            )
+        heads = config.num_attention_heads
+        shares = head_shares(heads, config.num_key_value_heads, ranks)
+        key_heads, query_heads = shares[ranks.rank]
+        self.num_heads, self.num_kv_heads = len(query_heads), len(key_heads)
+        own = (key_heads, query_heads) if ranks.size > 1 else None
         self.qkv_proj = qkv_linear(
-            f"{name}.qkv_proj", hidden, self.num_heads, self.num_kv_heads, self.head_dim, qkv_bias
+            f"{name}.qkv_proj", hidden, heads, config.num_key_value_heads, self.head_dim, qkv_bias, own
         )
-        self.o_proj = plain_linear(f"{name}.o_proj", self.num_heads * self.head_dim, hidden, output_bias)
+        columns = [spread(query_heads, self.head_dim) for _, query_heads in shares]
+        self.o_proj = RowLinear(f"{name}.o_proj", heads * self.head_dim, hidden, ranks, columns, output_bias)
         self.q_norm = self.k_norm = None
         if qk_norm:
             self.q_norm = RMSNorm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
@@ -63,6 +70,26 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attn(rotate(q, *rope), rotate(k, *rope), v, batch))
+
+
+def head_shares(num_heads: int, num_kv_heads: int, ranks: Ranks) -> list[tuple[range, range]]:
+    """For every rank its key/value heads and its query heads.
+
+    Raises:
+        ModelError: The heads cannot be grouped.
+        ConfigError: The heads cannot be shared by this many ranks; the message has the numbers that can.
+    """
+    if num_heads % num_kv_heads:
+        raise ModelError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    each = num_heads // num_kv_heads
+    try:
+        return [grouped_split(num_kv_heads, each, ranks.size, rank) for rank in range(ranks.size)]
+    except ValueError:
+        multiples = [f"{n * num_kv_heads}" for n in range(2, each + 1)]
+        accepted = ", ".join([f"1 to {num_kv_heads}", *multiples])
+        raise ConfigError(
+            f"-tp is {ranks.size}; accepted for {num_heads} heads on {num_kv_heads} key/value heads: {accepted}"
+        ) from None
 
 
 def head_size(config: PreTrainedConfig) -> int:

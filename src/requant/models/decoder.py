@@ -63,9 +63,16 @@ MakeLayer = Callable[[str, int], DecoderLayer]
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm: everything but the head."""
 
-    def __init__(self, config: PreTrainedConfig, name: str, make_layer: MakeLayer, rotary_emb: RotaryEmbedding) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        name: str,
+        make_layer: MakeLayer,
+        rotary_emb: RotaryEmbedding,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(f"{name}.embed_tokens", config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(f"{name}.embed_tokens", config.vocab_size, config.hidden_size, ranks)
         self.rotary_emb = rotary_emb
         self.layers = nn.ModuleList(make_layer(f"{name}.layers.{i}", i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(f"{name}.norm", config.hidden_size, config.rms_norm_eps)
@@ -94,9 +101,9 @@ class DecoderCausalLM(CausalLM):
 
     def __init__(self, config: PreTrainedConfig, make_layer: MakeLayer, rope_size: int, ranks: Ranks = ALONE) -> None:
         super().__init__(config, ranks)
-        self.model = DecoderModel(config, "model", make_layer, RotaryEmbedding(config, rope_size))
+        self.model = DecoderModel(config, "model", make_layer, RotaryEmbedding(config, rope_size), ranks)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = OutputHead("lm_head", config.vocab_size, config.hidden_size, tied_to)
+        self.lm_head = OutputHead("lm_head", config.vocab_size, config.hidden_size, tied_to, ranks)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """See :meth:`CausalLM.forward`."""
@@ -150,9 +157,10 @@ class DenseCausalLM(DecoderCausalLM):
                 output_bias=options.output_bias,
                 qk_norm=options.qk_norm,
                 window=windows[index],
+                ranks=ranks,
             )
             sizes = config.hidden_size, config.intermediate_size
-            mlp = Mlp(f"{name}.mlp", *sizes, config.hidden_act, options.mlp_bias)
+            mlp = Mlp(f"{name}.mlp", *sizes, config.hidden_act, options.mlp_bias, ranks)
             return DecoderLayer(name, config, attention, mlp)
 
         super().__init__(config, make_layer, head_size(config), ranks)

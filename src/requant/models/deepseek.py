@@ -40,7 +40,9 @@ class DeepseekV2ForCausalLM(DecoderCausalLM):
             groups=_given(config, "n_group") if grouped else 1,
             top_groups=_given(config, "topk_group") if grouped else 1,
         )
-        super().__init__(config, _layers(config, routing, True, config.mlp_bias), config.qk_rope_head_dim, ranks)
+        super().__init__(
+            config, _layers(config, routing, True, config.mlp_bias, ranks=ranks), config.qk_rope_head_dim, ranks
+        )
 
 
 class DeepseekV3ForCausalLM(DecoderCausalLM):
@@ -62,13 +64,18 @@ class DeepseekV3ForCausalLM(DecoderCausalLM):
             top_groups=_given(config, "topk_group"),
             group_score=2,
         )
-        make_layer = _layers(config, routing, config.rope_interleave, False, correction_bias=True)
+        make_layer = _layers(config, routing, config.rope_interleave, False, correction_bias=True, ranks=ranks)
         super().__init__(config, make_layer, config.qk_rope_head_dim, ranks)
         self.not_loaded = tuple(_mtp_layers(config, make_layer))
 
 
 def _layers(
-    config: PreTrainedConfig, routing: Routing, interleaved: bool, mlp_bias: bool, correction_bias: bool = False
+    config: PreTrainedConfig,
+    routing: Routing,
+    interleaved: bool,
+    mlp_bias: bool,
+    correction_bias: bool = False,
+    ranks: Ranks = ALONE,
 ) -> MakeLayer:
     check_activation(config.hidden_act)
     # DeepSeek's own code reads moe_layer_freq, transformers does not; the public checkpoints say 1.
@@ -77,19 +84,22 @@ def _layers(
         raise ModelError(f"moe_layer_freq is {step!r}; accepted: a number from 1")
 
     def make_layer(name: str, index: int) -> DecoderLayer:
-        attention = LatentSelfAttention(f"{name}.self_attn", config, interleaved)
+        attention = LatentSelfAttention(f"{name}.self_attn", config, interleaved, ranks)
         return DecoderLayer(name, config, attention, make_mlp(f"{name}.mlp", index))
 
     def make_mlp(name: str, index: int) -> nn.Module:
         hidden, inner, act = config.hidden_size, config.moe_intermediate_size, config.hidden_act
         if index < first_sparse or index % step:
-            return Mlp(name, hidden, config.intermediate_size, act, mlp_bias)
+            return Mlp(name, hidden, config.intermediate_size, act, mlp_bias, ranks)
         shared = config.n_shared_experts
         return SparseMlp(
             Router(f"{name}.gate", hidden, routing.num_experts, float32=True, correction_bias=correction_bias),
             routing,
-            Experts(f"{name}.experts", routing.num_experts, hidden, inner, act),
-            Mlp(f"{name}.shared_experts", hidden, inner * shared, act, mlp_bias) if shared else None,
+            Experts(f"{name}.experts", routing.num_experts, hidden, inner, act, ranks=ranks),
+            Mlp(f"{name}.shared_experts", hidden, inner * shared, act, mlp_bias, ranks, reduce=False)
+            if shared
+            else None,
+            ranks,
         )
 
     return make_layer

@@ -16,6 +16,9 @@ from requant.layers.latent import LatentProjection
 from requant.layers.linear import merged_linear, plain_linear
 from requant.layers.norm import RMSNorm
 from requant.layers.rotary import rotate, rotate_pairs
+from requant.layers.row_linear import RowLinear
+from requant.parallel import ALONE, Ranks
+from requant.parallel.split import spread
 
 # The norms of the compressed queries and latents do not follow the configuration's epsilon.
 _EPS = 1e-6
@@ -28,30 +31,37 @@ class LatentSelfAttention(nn.Module):
         name: The module's name.
         config: The transformers configuration.
         interleaved: Whether features 2i and 2i + 1 are rotated together, not those of two halves.
+        ranks: The ranks, which share the heads; the projections into the latent space are the same on all.
+
+    Raises:
+        ConfigError: There are more ranks than heads.
     """
 
-    def __init__(self, name: str, config: PreTrainedConfig, interleaved: bool) -> None:
+    def __init__(self, name: str, config: PreTrainedConfig, interleaved: bool, ranks: Ranks = ALONE) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
-        self.num_heads, self.latent_size = config.num_attention_heads, config.kv_lora_rank
+        heads = config.num_attention_heads
+        shares = ranks.shares(heads, "num_attention_heads")
+        own = shares[ranks.rank] if ranks.size > 1 else None
+        self.num_heads, self.latent_size = len(shares[ranks.rank]), config.kv_lora_rank
         self.rope_size, self.key_size = config.qk_rope_head_dim, config.qk_nope_head_dim
         self.query_size = config.q_lora_rank
         compressed = self.latent_size + self.rope_size
-        queries = self.num_heads * (self.key_size + self.rope_size)
+        query_rows = self.key_size + self.rope_size
+        queries, own_queries = heads * query_rows, spread(own, query_rows) if own else None
         if self.query_size is None:
-            self.q_proj = plain_linear(f"{name}.q_proj", hidden, queries)
+            self.q_proj = plain_linear(f"{name}.q_proj", hidden, queries, own=own_queries)
             self.kv_a_proj_with_mqa = plain_linear(f"{name}.kv_a_proj_with_mqa", hidden, compressed, bias)
         else:
             rows = {"q_a_proj": self.query_size, "kv_a_proj_with_mqa": compressed}
             self.fused_qkv_a_proj = merged_linear(f"{name}.fused_qkv_a_proj", hidden, rows, bias)
             self.q_a_layernorm = RMSNorm(f"{name}.q_a_layernorm", self.query_size, _EPS)
-            self.q_b_proj = plain_linear(f"{name}.q_b_proj", self.query_size, queries)
+            self.q_b_proj = plain_linear(f"{name}.q_b_proj", self.query_size, queries, own=own_queries)
         self.kv_a_layernorm = RMSNorm(f"{name}.kv_a_layernorm", self.latent_size, _EPS)
         value_size = config.v_head_dim
-        self.kv_b_proj = LatentProjection(
-            f"{name}.kv_b_proj", self.num_heads, self.latent_size, self.key_size, value_size
-        )
-        self.o_proj = plain_linear(f"{name}.o_proj", self.num_heads * value_size, hidden, bias)
+        self.kv_b_proj = LatentProjection(f"{name}.kv_b_proj", heads, self.latent_size, self.key_size, value_size, own)
+        columns = [spread(share, value_size) for share in shares]
+        self.o_proj = RowLinear(f"{name}.o_proj", heads * value_size, hidden, ranks, columns, bias)
         self.attn = LatentAttention(self.num_heads, self.latent_size, self.rope_size, _scale(config))
         self._rotate = rotate_pairs if interleaved else rotate
 

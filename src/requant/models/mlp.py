@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from requant.errors import ModelError
-from requant.layers.linear import merged_linear, plain_linear
+from requant.layers.linear import column_linear
+from requant.layers.row_linear import RowLinear
+from requant.parallel import ALONE, Ranks
 
 
 class Mlp(nn.Module):
@@ -19,14 +21,27 @@ class Mlp(nn.Module):
         inner_size: I.
         activation: Name of act in transformers' ``ACT2FN``.
         bias: Whether the three projections have a bias.
+        ranks: The ranks, each of which has some of the I.
+        reduce: Whether to sum over the ranks; False: the output is a part of a sum.
     """
 
-    def __init__(self, name: str, hidden_size: int, inner_size: int, activation: str, bias: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+        bias: bool = False,
+        ranks: Ranks = ALONE,
+        reduce: bool = True,
+    ) -> None:
         super().__init__()
         check_activation(activation)
+        what = "intermediate_size"
         rows = {"gate_proj": inner_size, "up_proj": inner_size}
-        self.gate_up_proj = merged_linear(f"{name}.gate_up_proj", hidden_size, rows, bias)
-        self.down_proj = plain_linear(f"{name}.down_proj", inner_size, hidden_size, bias)
+        self.gate_up_proj = column_linear(f"{name}.gate_up_proj", hidden_size, rows, what, bias, ranks)
+        shares = ranks.shares(inner_size, what)
+        self.down_proj = RowLinear(f"{name}.down_proj", inner_size, hidden_size, ranks, shares, bias, reduce)
         self.act_fn = ACT2FN[activation]
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from requant.layers.experts import Experts
 from requant.layers.router import Router
 from requant.layers.routing import Routing
 from requant.models.mlp import Mlp
+from requant.parallel import ALONE, Ranks
 
 
 class SparseMlp(nn.Module):
@@ -19,10 +20,19 @@ class SparseMlp(nn.Module):
         routing: How its scores choose.
         experts: The routed experts.
         shared_experts: The experts of every token, as one MLP; None if there are none.
+        ranks: The ranks. Both kinds of experts give a part of the sum, which is made once, of both together.
     """
 
-    def __init__(self, gate: Router, routing: Routing, experts: Experts, shared_experts: Mlp | None = None) -> None:
+    def __init__(
+        self,
+        gate: Router,
+        routing: Routing,
+        experts: Experts,
+        shared_experts: Mlp | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__()
+        self._ranks = ranks
         self.gate = gate
         self.routing = routing
         self.experts = experts
@@ -32,4 +42,6 @@ class SparseMlp(nn.Module):
         """[T, H] → [T, H]."""
         chosen, weights = self.routing(self.gate(hidden), self.gate.e_score_correction_bias)
         out = self.experts(hidden, chosen, weights)
-        return out if self.shared_experts is None else out + self.shared_experts(hidden)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(hidden)
+        return self._ranks.sum(out)

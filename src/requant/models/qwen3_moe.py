@@ -26,19 +26,26 @@ class Qwen3MoeForCausalLM(DecoderCausalLM):
         def make_layer(name: str, index: int) -> DecoderLayer:
             bias = config.attention_bias
             attention = SelfAttention(
-                f"{name}.self_attn", config, qkv_bias=bias, output_bias=bias, qk_norm=True, window=windows[index]
+                f"{name}.self_attn",
+                config,
+                qkv_bias=bias,
+                output_bias=bias,
+                qk_norm=True,
+                window=windows[index],
+                ranks=ranks,
             )
-            return DecoderLayer(name, config, attention, _mlp(f"{name}.mlp", config, index))
+            return DecoderLayer(name, config, attention, _mlp(f"{name}.mlp", config, index, ranks))
 
         super().__init__(config, make_layer, head_size(config), ranks)
 
 
-def _mlp(name: str, config: PreTrainedConfig, index: int) -> nn.Module:
+def _mlp(name: str, config: PreTrainedConfig, index: int, ranks: Ranks) -> nn.Module:
     hidden, experts = config.hidden_size, config.num_experts
     if index in config.mlp_only_layers or not experts or (index + 1) % config.decoder_sparse_step:
-        return Mlp(name, hidden, config.intermediate_size, config.hidden_act)
+        return Mlp(name, hidden, config.intermediate_size, config.hidden_act, ranks=ranks)
     return SparseMlp(
         Router(f"{name}.gate", hidden, experts),
         Routing(experts, config.num_experts_per_tok, renormalize=config.norm_topk_prob),
-        Experts(f"{name}.experts", experts, hidden, config.moe_intermediate_size, config.hidden_act),
+        Experts(f"{name}.experts", experts, hidden, config.moe_intermediate_size, config.hidden_act, ranks=ranks),
+        ranks=ranks,
     )

@@ -1,8 +1,10 @@
 """How a model is cut over ranks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from requant.errors import ConfigError
 from requant.parallel.group import Group, Position
 from requant.parallel.split import split
 
@@ -31,13 +33,27 @@ class Ranks:
         """How many there are."""
         return self.group.size
 
-    def split(self, size: int) -> range:
-        """This rank's share; see :func:`requant.parallel.split.split`."""
-        return split(size, self.size, self.rank)
+    def split(self, size: int, what: str) -> range:
+        """This rank's share; see :func:`requant.parallel.split.split`.
 
-    def shares(self, size: int) -> Sequence[range]:
-        """Every rank's share."""
-        return [split(size, self.size, rank) for rank in range(self.size)]
+        Args:
+            size: How many there are to share.
+            what: What they are called in config.json, for the message.
+
+        Raises:
+            ConfigError: There are fewer than ranks.
+        """
+        return self.shares(size, what)[self.rank]
+
+    def shares(self, size: int, what: str) -> tuple[range, ...]:
+        """Every rank's share; see :meth:`split`."""
+        if size < self.size:
+            raise ConfigError(f"-tp is {self.size}; accepted for this model: at most {size}, its {what}")
+        return tuple(split(size, self.size, rank) for rank in range(self.size))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``, which is overwritten."""
+        return self.group.all_reduce_sum(x.contiguous()) if self.size > 1 else x
 
 
 ALONE = Ranks()

@@ -32,3 +32,8 @@ def grouped_split(groups: int, each: int, ranks: int, rank: int) -> tuple[range,
     group, index = divmod(rank, per_group)
     members = split(each, per_group, index)
     return range(group, group + 1), range(group * each + members.start, group * each + members.stop)
+
+
+def spread(run: range, size: int) -> range:
+    """The elements of a run of things of ``size`` elements each: ``spread(range(2, 4), 64)`` is 128 to 255."""
+    return range(run.start * size, run.stop * size)
