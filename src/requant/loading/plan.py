@@ -1,7 +1,7 @@
 """The plan: what loading will do, decided before a weight is read. Made by :func:`requant.loading.make_plan`."""
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Step:
         format: What the parameter is stored as; None: unquantized.
         scale_offset: Row of the parameter's scales where those of this tensor begin.
         scale: Index in :attr:`Plan.scales` of the tensor's scales, where it is dequantized; else None.
+        together: Whether rows have scales of their own, and parts of them on every rank: their largest magnitudes are
+            compared. The same on every rank.
     """
 
     tensor: TensorInfo
@@ -52,6 +54,7 @@ class Step:
     format: Format | None = None
     scale_offset: int = 0
     scale: int | None = None
+    together: bool = False
 
     @property
     def converts(self) -> bool:
@@ -77,8 +80,11 @@ class Step:
     @property
     def wanted_bytes(self) -> int:
         """Bytes of what this rank has: those that are read, without what is read for its neighbours' sake."""
-        columns = self.placement.own_columns if len(self.placement.shape) == 2 else self.columns
-        return len(self.placement.own_rows) * self._column_bytes(len(columns))
+        columns = len(self.placement.own_columns if len(self.placement.shape) == 2 else self.columns)
+        row = self._column_bytes(columns)
+        if self.source is not None and self.placement.columns is not None:
+            row = ceil(columns / self.source.codes_per_byte) * self.source.data_dtype.itemsize
+        return len(self.placement.own_rows) * row
 
     @property
     def begin(self) -> int:
@@ -98,17 +104,14 @@ class Step:
         n, k = self.placement.shape
         return Shard(self.format, (n, k), self.placement.own_rows, self.placement.own_columns)
 
-    @property
-    def reduces(self) -> bool:
-        """Whether a row's scale depends on columns that only other ranks read: the largest magnitudes are compared."""
-        return self.converts and self.cut and self.format is not None and not self.format.group[1]
-
     def offset(self, row: int) -> int:
         """Offset of the first byte that is read of a row, within the tensor."""
         return (self.placement.start + row) * self.row_bytes + self._column_bytes(self.columns.start)
 
     def _column_bytes(self, columns: int) -> int:
-        """Bytes of a row's first columns: a number that ends with a byte, or all of them."""
+        """Bytes of a row's first columns: a number that ends with a group, or all of them."""
+        if self.source is not None:
+            return self.source.data_shape(1, columns)[1] * self.source.data_dtype.itemsize
         return self.row_bytes * columns // max(prod(self.placement.shape[1:]), 1)
 
 

@@ -154,8 +154,11 @@ class _Planner:
     ) -> Shard | None:
         """Plan the way of one matrix; how it is stored, if that is in a format."""
         source, format = part.format, storage.format
-        rows, columns = self._reading(part, placement, format)
-        step = Step(part.tensor, key, placement, rows, columns, source, format, scale_offset)
+        rows, columns, whole = self._reading(part, placement, format)
+        # Decided by what is the same on all ranks: one whose blocks happen to reach over the whole row takes part.
+        together = not whole and placement.columns is not None and format is not None and not format.group[1]
+        together = together and source != format
+        step = Step(part.tensor, key, placement, rows, columns, source, format, scale_offset, together=together)
         shard = step.shard
         if part.scale is not None:
             assert source is not None
@@ -170,8 +173,8 @@ class _Planner:
         self.steps.append(step)
         return shard
 
-    def _reading(self, part: SourcePart, placement: Placement, format: Format | None) -> tuple[range, range]:
-        """The rows and the columns of a matrix that are read.
+    def _reading(self, part: SourcePart, placement: Placement, format: Format | None) -> tuple[range, range, bool]:
+        """The rows and the columns of a matrix that are read, and whether rows are read whole because they are short.
 
         Whoever dequantizes or quantizes needs whole blocks. Of a short row, a read for each would cost more than the
         rest of it.
@@ -182,10 +185,10 @@ class _Planner:
         for one in converting:
             rows = one.row_window(rows, n)
         if Step(part.tensor, "", placement, rows, range(k)).row_bytes < self._whole_row_bytes:
-            return rows, range(k)
+            return rows, range(k), True
         for one in filter(None, (format, *converting)):
             columns = one.column_window(columns, k)
-        return rows, columns
+        return rows, columns, False
 
 
 def _present(not_loaded: Sequence[LayerNames], checkpoint: Checkpoint) -> list[LayerNames]:
@@ -197,7 +200,7 @@ def _present(not_loaded: Sequence[LayerNames], checkpoint: Checkpoint) -> list[L
 def _bytes_before(part: SourcePart, placement: Placement) -> int:
     """Bytes of what this rank has of a matrix in the checkpoint."""
     own, columns = placement.own_rows, placement.own_columns
-    nbytes = Step(part.tensor, "", placement, own, columns).wanted_bytes
+    nbytes = Step(part.tensor, "", placement, own, columns, part.format, part.format).wanted_bytes
     if part.format is None or part.scale is None:
         return nbytes
     n, k = placement.shape

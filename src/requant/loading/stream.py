@@ -159,11 +159,11 @@ def _weight_chunks(plan: Plan, targets: Targets, limit: int) -> list[_Chunk]:
         formats = [format for format in (step.source, step.format) if format and step.converts]
         align = lcm(*(format.group[0] for format in formats))
         # What all ranks do together is cut in the same way on all, whatever each has of a row.
-        row_bytes = step.row_bytes if step.reduces else step.run_bytes
+        row_bytes = step.row_bytes if step.together else step.run_bytes
         for start, stop in row_chunks(step.rows.start, step.rows.stop, row_bytes, limit, align):
             chunks.append(
                 _Chunk(
-                    _extent(step, start, stop), partial(targets.fill, index, start, stop), step.converts, step.reduces
+                    _extent(step, start, stop), partial(targets.fill, index, start, stop), step.converts, step.together
                 )
             )
     return chunks

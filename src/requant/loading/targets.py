@@ -81,7 +81,7 @@ class Targets:
         elif step.source is None:
             weight = _values(step, source, start, stop)
             self._count(index, weight)
-            if step.reduces:
+            if step.together:
                 self._quantize_together(target, start, stop, weight)
             else:
                 self._place(target, start, stop, partial(self._op(target, "quantize"), step.format, weight))
@@ -138,13 +138,13 @@ class Targets:
         group = step.source.group[0]
         first = start // group - step.rows.start // group
         scale = target.source_scale[first : first + step.source.scale_shape(*shape)[0]]
-        if step.format is not None and not step.reduces:
+        if step.format is not None and not step.together:
             bad = self._bad[index : index + 1]
             requantize = self._op(target, "requantize")
             self._place(target, start, stop, lambda data, out: requantize(step.format, codes, scale, data, out, bad))
             return
         weight = step.source.dequantize(codes, scale, shape).to(torch.bfloat16)
-        if step.reduces:
+        if step.together:
             self._count(index, weight)
             self._quantize_together(target, start, stop, weight)
             return

@@ -1,0 +1,82 @@
+"""Several ranks as threads of one process: the collectives that loading and layers ask for, without any network."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from requant.parallel import Ranks
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Meeting:
+    """Where the ranks lay down what they have; ``sent`` are the bytes that rank 0 gave, by collective."""
+
+    size: int
+    barrier: threading.Barrier
+    given: list[Tensor | None]
+    sent: dict[str, int] = field(default_factory=dict)
+
+
+class ThreadGroup:
+    """One rank of a :class:`requant.parallel.Group` whose others are threads."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+
+    def all_reduce_sum(self, x: Tensor, /) -> Tensor:
+        total, *others = self._exchange("sum", x)
+        for other in others:
+            total = total + other
+        return x.copy_(total)
+
+    def all_reduce_max(self, x: Tensor, /) -> Tensor:
+        return x.copy_(torch.stack(self._exchange("max", x)).amax(0))
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int], /) -> Tensor:
+        parts = self._exchange("gather", x)
+        assert [part.shape[1] for part in parts] == list(sizes)
+        return torch.cat(parts, dim=1)
+
+    def _exchange(self, what: str, x: Tensor) -> list[Tensor]:
+        assert x.is_contiguous()
+        meeting = self._meeting
+        meeting.given[self.rank] = x.clone()
+        if self.rank == 0:
+            meeting.sent[what] = meeting.sent.get(what, 0) + x.nbytes
+        meeting.barrier.wait()
+        given = [part for part in meeting.given if part is not None]
+        assert len({(part.dtype, part.shape[0]) for part in given}) == 1, "the ranks are not at the same place"
+        meeting.barrier.wait()
+        return given
+
+
+def run_ranks(
+    size: int, run: Callable[[Ranks], T], expert_parallel: bool = False, deterministic: bool = False
+) -> tuple[list[T], dict[str, int]]:
+    """Call ``run`` for every rank at once.
+
+    Returns:
+        What each returned, and the bytes that rank 0 gave to each kind of collective.
+    """
+    meeting = _Meeting(size, threading.Barrier(size, timeout=60), [None] * size)
+
+    def one(rank: int) -> T:
+        try:
+            return run(Ranks(ThreadGroup(rank, meeting), expert_parallel, deterministic))
+        except BaseException:
+            meeting.barrier.abort()  # the others would wait for a rank that is gone
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(one, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures], meeting.sent
