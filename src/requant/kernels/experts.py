@@ -24,8 +24,8 @@ class ExpertWeights:
         w2_bias: [E, H] likewise.
         activation: Name of act in transformers' ``ACT2FN``.
         gated: Whether there is a gate.
-        first: Number of the first expert: those that are chosen are counted over all ranks, and what is chosen of
-            others is passed over.
+        here: Which experts these are, of all that may be chosen; others that are chosen are passed over. None: they
+            are all.
         lead: Columns of w2 before the first that takes an inner feature; they and those behind the last take zeros.
     """
 
@@ -35,5 +35,5 @@ class ExpertWeights:
     w2_bias: Tensor | None
     activation: str
     gated: bool
-    first: int = 0
+    here: range | None = None
     lead: int = 0

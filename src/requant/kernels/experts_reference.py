@@ -52,7 +52,7 @@ class ReferenceExperts:
 
     def _pairs(self, experts: Tensor) -> list[tuple[int, Tensor]]:
         """For each expert here that is chosen, the (token, choice) pairs that chose it, as their numbers t · k + j."""
-        local = experts.reshape(-1) - self._weights.first
+        local = experts.reshape(-1) - (self._weights.here.start if self._weights.here else 0)
         return [(e, (local == e).nonzero()[:, 0]) for e in local.unique().tolist() if 0 <= e < len(self._w2)]
 
     def _input(self, x: Tensor, row_max: RowMax | None = None) -> Tensor:

@@ -136,7 +136,7 @@ class Experts(QuantizableLayer):
             b2,
             self._activation,
             self.gated,
-            first=self.own_experts.start,
+            here=self.own_experts if len(self.own_experts) < self.num_experts else None,
             lead=lead,
         )
         device = self.w13_weight.device

@@ -3,6 +3,9 @@
 Legend: M tokens, K input features.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -10,10 +13,29 @@ from torch import Tensor
 
 from requant.formats.fp8 import E4M3
 from requant.formats.ptpc_fp8 import FORMAT as PTPC_FP8
+from requant.kernels.activation import quantize_activation
+from requant.kernels.table import RowMax
 from requant.kernels.triton.quantize_fp8 import casts_in_hardware, e4m3_bits, quantize_ptpc, scale_of
 
 _GROUP = 128
 _GROUPS_PER_PROGRAM = 8
+
+
+def quantizer(kind: str, row_max: RowMax | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """What quantizes activations.
+
+    Args:
+        kind: ``Format.activation``.
+        row_max: Where the activations are a part of a token's features; see the kernel table. The plain reference then,
+            which can give the largest magnitudes away before it divides.
+
+    Returns:
+        [M, K] of any strides → e4m3 [M, K] and float32 [M, 1] or [M, ceil(K / 128)].
+    """
+    if row_max is not None:
+        return partial(quantize_activation, kind=kind, row_max=row_max)
+    quantize = {"fp8_per_token": quantize_tokens, "fp8_1x128": quantize_groups}[kind]
+    return lambda x: quantize(x.contiguous())
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:

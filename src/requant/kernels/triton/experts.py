@@ -9,12 +9,14 @@ Legend: T tokens, k choices a token, S = T · k pairs, E experts, H hidden size,
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
 from requant.formats.base import QuantizedStack
 from requant.kernels.experts import ExpertWeights
-from requant.kernels.triton.activation import quantize_groups, quantize_tokens
+from requant.kernels.table import RowMax
+from requant.kernels.triton.activation import quantizer
 from requant.kernels.triton.linear import capability_of, scale_rows
 from requant.kernels.triton.linear_tile import Tile, columns_for
 from requant.kernels.triton.moe_elementwise import combine, silu_mul, silu_mul_quantize
@@ -23,25 +25,25 @@ from requant.kernels.triton.moe_sort import Blocks, sort_pairs
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 Product = Callable[..., Tensor]
-_QUANTIZE = {"fp8_per_token": quantize_tokens, "fp8_1x128": quantize_groups}
 
 
-def experts_fp8(weights: ExpertWeights, dtype: torch.dtype) -> Forward:
+def experts_fp8(weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> Forward:
     """The forward for ``ptpc_fp8`` and ``per_block_fp8``; see the table's ``experts``."""
     assert isinstance(weights.w13, QuantizedStack)
     kind = weights.w13.format.activation
     assert kind is not None
     # Scales a block are multiplied in after every step, which leaves registers for 64 rows only.
     rows = 64 if kind == "fp8_1x128" else 128
-    return _forward(weights, dtype, kind, _fp8_product(weights.w13, dtype), _fp8_product(weights.w2, dtype), rows)
+    products = _fp8_product(weights.w13, dtype), _fp8_product(weights.w2, dtype)
+    return _forward(weights, dtype, kind, *products, rows, row_max)
 
 
-def experts_mxfp4(weights: ExpertWeights, dtype: torch.dtype) -> Forward:
+def experts_mxfp4(weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> Forward:
     """The forward for ``mxfp4``: activations in the model's dtype, weights dequantized on the way."""
     return _forward(weights, dtype, None, _mxfp4_product(weights.w13), _mxfp4_product(weights.w2))
 
 
-def experts_dense(weights: ExpertWeights, dtype: torch.dtype) -> Forward:
+def experts_dense(weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> Forward:
     """The forward for weights in the model's dtype."""
     return _forward(weights, dtype, None, _dense_product(weights.w13), _dense_product(weights.w2))
 
@@ -59,40 +61,58 @@ def rows_of_blocks(pairs: int, experts: int, most: int = 128) -> int:
 
 
 def _forward(
-    weights: ExpertWeights, dtype: torch.dtype, kind: str | None, first: Product, second: Product, rows: int = 128
+    weights: ExpertWeights,
+    dtype: torch.dtype,
+    kind: str | None,
+    first: Product,
+    second: Product,
+    rows: int = 128,
+    row_max: RowMax | None = None,
 ) -> Forward:
     num_experts = len(weights.w2)
+    here = weights.here or range(num_experts)
+    lead, width = weights.lead, weights.w2.shape[-1]
     act = ACT2FN[weights.activation]
     fused = weights.gated and weights.activation in ("silu", "swish")
+    inputs = quantizer(kind) if kind is not None else _as_it_is
+    inner_inputs = quantizer(kind, row_max) if kind is not None else _as_it_is
 
-    def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        return _QUANTIZE[kind](x) if kind is not None else (x,)
+    def activate(y: Tensor) -> Tensor:
+        if fused:
+            return silu_mul(y, lead, width)
+        if weights.gated:
+            gate, up = y.float().chunk(2, dim=-1)
+            inner = act(gate) * up
+        else:
+            inner = act(y.float())
+        return F.pad(inner.to(dtype), (lead, width - lead - inner.shape[1]))
 
     def between(y: Tensor) -> tuple[Tensor, ...]:
-        if fused:
-            return silu_mul_quantize(y, kind) if kind is not None else (silu_mul(y),)
-        if not weights.gated:
-            return inputs(act(y.float()).to(dtype))
-        gate, up = y.float().chunk(2, dim=-1)
-        return inputs((act(gate) * up).to(dtype))
+        if fused and kind is not None and row_max is None:
+            return silu_mul_quantize(y, kind, lead, width)
+        return inner_inputs(activate(y))
 
     def forward(x: Tensor, experts: Tensor, scores: Tensor) -> Tensor:
         pairs = experts.numel()
         if not pairs:
             return torch.zeros_like(x)
-        blocks = sort_pairs(experts, num_experts, rows_of_blocks(pairs, num_experts, rows))
+        blocks = sort_pairs(experts, num_experts, rows_of_blocks(pairs, num_experts, rows), here.start)
         y = first(*inputs(x.contiguous()), bias=weights.w13_bias, blocks=blocks, pairs=pairs)
         y = second(*between(y), bias=weights.w2_bias, blocks=blocks, pairs=pairs)
-        return combine(y, scores)
+        return combine(y, scores, experts if weights.here else None, here)
 
     return forward
+
+
+def _as_it_is(x: Tensor) -> tuple[Tensor]:
+    return (x,)
 
 
 def _fp8_product(weight: Tensor | QuantizedStack, dtype: torch.dtype) -> Product:
     assert isinstance(weight, QuantizedStack)
     n, _ = weight.shape
     per_block = weight.format.activation == "fp8_1x128"
-    rows = scale_rows(weight.parts or (n,)).to(weight.data.device) if per_block else None
+    rows = scale_rows(weight.parts or (n,), weight.skipped).to(weight.data.device) if per_block else None
     fp8_dot = capability_of(weight.data.device) >= (8, 9) and dtype != torch.float32
 
     def product(x: Tensor, x_scale: Tensor, bias: Tensor | None, blocks: Blocks, pairs: int) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from requant.formats.base import QuantizedTensor
-from requant.kernels.triton.activation import quantize_groups, quantize_tokens
+from requant.kernels.table import RowMax
+from requant.kernels.triton.activation import quantize_groups, quantizer
 from requant.kernels.triton.linear_fp8 import w8a8
 from requant.kernels.triton.linear_mxfp4 import matmul, matmul_by_rows
 
@@ -27,12 +28,13 @@ _MXFP4_OWN_TOKENS = 128
 _BLOCK = 128
 
 
-def linear_ptpc(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
+def linear_ptpc(weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None) -> Forward:
     """The forward of a ``ptpc_fp8`` weight: dynamic per-token FP8 activations, float32 accumulation.
 
     Args:
         weight: e4m3 [N, K] and float32 [N, 1].
         dtype: The model's dtype.
+        row_max: See the kernel table.
 
     Returns:
         x [M, K] → y [M, N], both in ``dtype``; can be captured in a CUDA graph.
@@ -45,8 +47,10 @@ def linear_ptpc(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
     # The library's row-wise product writes BF16 only and wants 16-byte rows.
     library = fp8_units and w.is_cuda and dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0
 
+    quantize = quantizer("fp8_per_token", row_max)
+
     def forward(x: Tensor) -> Tensor:
-        x_q, x_scale = quantize_tokens(x.contiguous())
+        x_q, x_scale = quantize(x)
         if library and x.shape[0] > _FP8_OWN_TOKENS:
             return torch._scaled_mm(x_q, w.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=dtype)
         return multiply(x_q, x_scale)
@@ -54,12 +58,13 @@ def linear_ptpc(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
     return forward
 
 
-def linear_per_block(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
+def linear_per_block(weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None) -> Forward:
     """The forward of a ``per_block_fp8`` weight: dynamic 1×128 FP8 activations, float32 accumulation.
 
     Args:
         weight: e4m3 [N, K] and float32 [rows, ceil(K / 128)]; every part begins a new row of scales.
         dtype: The model's dtype.
+        row_max: See the kernel table.
 
     Returns:
         x [M, K] → y [M, N], both in ``dtype``; can be captured in a CUDA graph.
@@ -75,27 +80,29 @@ def linear_per_block(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
         w_scale=scale,
         dtype=dtype,
         fp8_dot=fp8_units and dtype != torch.float32,
-        scale_rows=scale_rows(parts).to(w.device),
+        scale_rows=scale_rows(parts, weight.skipped).to(w.device),
     )
-    regular = k % _BLOCK == 0 and all(rows % _BLOCK == 0 for rows in parts)
-    if not (regular and capability == (9, 0) and dtype == torch.bfloat16):
-        return lambda x: multiply(*quantize_groups(x.contiguous()))
+    regular = k % _BLOCK == 0 and all(rows % _BLOCK == 0 for rows in parts) and not any(weight.skipped)
+    quantize = quantizer("fp8_1x128", row_max)
+    if row_max is not None or not (regular and capability == (9, 0) and dtype == torch.bfloat16):
+        return lambda x: multiply(*quantize(x))
     library = _library_per_block(w, scale)
 
     def forward(x: Tensor) -> Tensor:
         if x.shape[0] > _FP8_OWN_TOKENS:
             return library(x.contiguous())
-        return multiply(*quantize_groups(x.contiguous()))
+        return multiply(*quantize(x))
 
     return forward
 
 
-def linear_mxfp4(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
+def linear_mxfp4(weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None) -> Forward:
     """The forward of an ``mxfp4`` weight: activations in the model's dtype, weights dequantized on the way.
 
     Args:
         weight: uint8 [N, 16·ceil(K / 32)] and E8M0 uint8 [N, ceil(K / 32)].
         dtype: The model's dtype.
+        row_max: Not needed: activations are not quantized.
 
     Returns:
         x [M, K] → y [M, N], both in ``dtype``; can be captured in a CUDA graph.
@@ -109,15 +116,16 @@ def linear_mxfp4(weight: QuantizedTensor, dtype: torch.dtype) -> Forward:
     return forward
 
 
-def scale_rows(parts: tuple[int, ...]) -> Tensor:
+def scale_rows(parts: tuple[int, ...], skipped: tuple[int, ...] = ()) -> Tensor:
     """For each of the N features, the row of a per-block weight's scales that it belongs to, int32 [N].
 
-    ``scale_rows((192, 64))`` is 128 × 0, 64 × 1, 64 × 2: a part begins a new row of scales.
+    ``scale_rows((192, 64))`` is 128 × 0, 64 × 1, 64 × 2: a part begins a new row of scales. With ``skipped`` a part's
+    first block has so many features less: ``scale_rows((192,), (96,))`` is 32 × 0, 128 × 1, 32 × 2.
     """
     rows, first = [], 0
-    for part in parts:
-        rows.append(first + torch.arange(part, dtype=torch.int32) // _BLOCK)
-        first += ceil(part / _BLOCK)
+    for part, skip in zip(parts, skipped or (0,) * len(parts), strict=True):
+        rows.append(first + torch.arange(skip, skip + part, dtype=torch.int32) // _BLOCK)
+        first += ceil((skip + part) / _BLOCK)
     return torch.cat(rows)
 
 

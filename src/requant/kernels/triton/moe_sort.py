@@ -56,17 +56,24 @@ def chunk_for(pairs: int, padded: int) -> int:
     return min(max(_COMPARISONS // padded, 16), 64)
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks"])
-def _count_kernel(ids_ptr, counts_ptr, pairs, chunks, E: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit
+def _local(ids_ptr, offs, pairs, first, count):
+    """The pairs' experts, counted from the first one here; -1 for those that are not here, and past the last pair."""
+    ids = tl.load(ids_ptr + offs, mask=offs < pairs, other=-1).to(tl.int32) - first
+    return tl.where((offs < pairs) & (ids >= 0) & (ids < count), ids, -1)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks", "first", "count"])
+def _count_kernel(ids_ptr, counts_ptr, pairs, chunks, first, count, E: tl.constexpr, CHUNK: tl.constexpr):
     """How many pairs of a chunk each expert has."""
     chunk = tl.program_id(0)
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    ids = tl.load(ids_ptr + offs, mask=offs < pairs, other=-1).to(tl.int32)
+    ids = _local(ids_ptr, offs, pairs, first, count)
     experts = tl.arange(0, E)
     tl.store(counts_ptr + experts * chunks + chunk, tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
+@triton.jit(do_not_specialize=["pairs", "blocks", "chunks", "first", "count"])
 def _place_kernel(
     ids_ptr,
     upto_ptr,
@@ -76,6 +83,8 @@ def _place_kernel(
     pairs,
     blocks,
     chunks,
+    first,
+    count,
     E: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -84,7 +93,7 @@ def _place_kernel(
     """Put a chunk's pairs where they belong, and describe some of the blocks."""
     chunk = tl.program_id(0)
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    ids = tl.load(ids_ptr + offs, mask=offs < pairs, other=-1).to(tl.int32)
+    ids = _local(ids_ptr, offs, pairs, first, count)
     experts = tl.arange(0, E)
     mine = ids[:, None] == experts[None, :]
     own = tl.sum(mine.to(tl.int32), 0)
@@ -98,11 +107,11 @@ def _place_kernel(
     block_end = tl.cumsum(block_count, 0)
     block_start = block_end - block_count
 
-    first = tl.sum(tl.where(mine, (block_start * ROWS + before)[None, :], 0), 1)
+    start = tl.sum(tl.where(mine, (block_start * ROWS + before)[None, :], 0), 1)
     earlier = tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None]
-    other = tl.load(ids_ptr + offs, mask=offs < pairs, other=-2).to(tl.int32)
+    other = _local(ids_ptr, offs, pairs, first, count)
     rank = tl.sum(((ids[:, None] == other[None, :]) & earlier).to(tl.int32), 1)
-    tl.store(pairs_ptr + first + rank, offs, mask=offs < pairs)
+    tl.store(pairs_ptr + start + rank, offs, mask=ids >= 0)
 
     # There are at most as many blocks as pairs: each program describes those with its pairs' numbers.
     past = block_end[None, :] <= offs[:, None]
@@ -114,13 +123,14 @@ def _place_kernel(
     tl.store(block_counts_ptr + offs, tl.minimum(tl.maximum(left, 0), ROWS), mask=in_range)
 
 
-def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> Blocks:
+def sort_pairs(experts: Tensor, num_experts: int, rows: int, first: int = 0) -> Blocks:
     """Sort pairs into blocks.
 
     Args:
-        experts: int64 [T, k], each in [0, E).
+        experts: int64 [T, k]; those outside [first, first + E) are not here, and their pairs are in no block.
         num_experts: E.
         rows: Rows of a block.
+        first: Number of the first expert.
     """
     pairs = experts.numel()
     padded = triton.next_power_of_2(num_experts)
@@ -135,7 +145,7 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> Blocks:
     if chunks > 1:
         # A sum along the last dimension is a parallel scan; along the first, one thread would walk all chunks.
         counts = torch.empty(padded, chunks, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](ids, counts, pairs, chunks, E=padded, CHUNK=chunk, num_warps=4)
+        _count_kernel[(chunks,)](ids, counts, pairs, chunks, first, num_experts, E=padded, CHUNK=chunk, num_warps=4)
         upto = counts.cumsum(1, dtype=torch.int32)
     _place_kernel[(chunks,)](
         ids,
@@ -146,6 +156,8 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> Blocks:
         pairs,
         blocks,
         chunks,
+        first,
+        num_experts,
         E=padded,
         CHUNK=chunk,
         ROWS=rows,
