@@ -91,19 +91,26 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The device that the engine runs on."""
+    """The devices that the engine runs on."""
 
     device: str = option("auto", "where to run (auto: a GPU if there is one)", choices=DEVICES)
-    tensor_parallel_size: int = option(1, "devices that share each layer; this version takes 1", short="tp")
-    enable_expert_parallel: bool = option(False, "whole experts on each device (one device has them all anyway)")
+    tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that share each layer", short="tp")
+    enable_expert_parallel: bool = option(False, "each device has whole experts, not a share of every expert")
+    deterministic_tp: bool = option(
+        False,
+        "an FP8 input that is spread over devices has the scales of the whole row, whatever their number, "
+        "at the price of small exchanges between them",
+    )
     port: int | None = option(None, "rendezvous port of the tensor-parallel workers, not of HTTP (default: a free one)")
+    worker_timeout: int = option(30, "seconds that one device may fall behind the others before the engine fails")
 
     def __post_init__(self) -> None:
-        """Refuse what one process on one device cannot do."""
+        """Refuse what no machine has."""
         _check(self.device in DEVICES, "device", self.device, ", ".join(DEVICES))
         size = self.tensor_parallel_size
-        _check(size == 1, "tensor_parallel_size", size, "1 (this version runs on one device)")
+        _check(1 <= size <= 1024, "tensor_parallel_size", size, "1 to 1024")
         _check(self.port is None or 1 <= self.port <= 65535, "port", self.port, "1 to 65535")
+        _check(self.worker_timeout >= 1, "worker_timeout", self.worker_timeout, "1 or more")
 
 
 @dataclass(frozen=True)
