@@ -12,24 +12,47 @@ from requant.kernels.attention_batch import AttentionBatch
 
 
 @dataclass(frozen=True)
+class Step:
+    """One step on the host, flattened over its sequences: plain data, which every rank computes alike.
+
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [T].
+        query_start: int64 [B + 1], where each sequence's tokens begin.
+        context_lens: int64 [B].
+        tables: int32 [B, pages], the pages of each sequence.
+        slots: int64 [T], where each token's key and value go.
+        prompt_rows: For each sequence the rows in T whose logits predict wanted tokens of its prompt, maybe none.
+        sampled_rows: int64, the rows in T whose logits the next tokens are sampled from.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    query_start: np.ndarray
+    context_lens: np.ndarray
+    tables: np.ndarray
+    slots: np.ndarray
+    prompt_rows: tuple[range, ...]
+    sampled_rows: np.ndarray
+
+
+@dataclass(frozen=True)
 class ModelInput:
-    """One step's input, flattened over its sequences.
+    """One step's input on the device.
 
     Attributes:
         input_ids: int64 [T].
         positions: int64 [T].
         attention: Which token belongs to whom, and where its KV goes.
-        last: int64 [B] on the host: index in T of each sequence's last token of this step.
     """
 
     input_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
-    last: np.ndarray
 
 
-def make_input(sequences: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> ModelInput:
-    """Flatten ``sequences``; on a GPU every transfer is asynchronous, from pinned memory."""
+def make_step(sequences: Sequence[ScheduledSequence], block_size: int) -> Step:
+    """Flatten ``sequences``."""
     counts = np.array([s.count for s in sequences], dtype=np.int64)
     starts = np.array([s.start for s in sequences], dtype=np.int64)
     query_start = np.concatenate(([0], np.cumsum(counts)))
@@ -43,20 +66,42 @@ def make_input(sequences: Sequence[ScheduledSequence], block_size: int, device: 
         tables[row, :used] = sequence.request.blocks[:used]
     rows = np.repeat(np.arange(len(sequences)), counts)
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return Step(
+        ids,
+        positions,
+        query_start,
+        context_lens,
+        tables,
+        slots,
+        tuple(_prompt_rows(s, int(first) - s.start) for s, first in zip(sequences, query_start, strict=False)),
+        query_start[1:][[s.samples for s in sequences]] - 1,
+    )
+
+
+def _prompt_rows(sequence: ScheduledSequence, zero: int) -> range:
+    """Rows whose logits predict wanted tokens of the prompt; ``zero``: the row of the sequence's position 0."""
+    positions = sequence.prompt_positions
+    if sequence.request.params.prompt_logprobs is None:
+        return range(0)
+    return range(zero + positions.start, zero + positions.stop)
+
+
+def to_device(step: Step, device: torch.device) -> ModelInput:
+    """The step's tensors; on a GPU every transfer is asynchronous, from pinned memory."""
 
     def move(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     attention = AttentionBatch(
-        query_start=move(query_start, torch.int32),
-        context_lens=move(context_lens, torch.int32),
-        block_tables=move(tables, torch.int32),
-        slots=move(slots, torch.int64),
-        max_query=int(counts.max()),
-        max_context=int(context_lens.max()),
+        query_start=move(step.query_start, torch.int32),
+        context_lens=move(step.context_lens, torch.int32),
+        block_tables=move(step.tables, torch.int32),
+        slots=move(step.slots, torch.int64),
+        max_query=int(np.diff(step.query_start).max()),
+        max_context=int(step.context_lens.max()),
     )
-    return ModelInput(move(ids, torch.int64), move(positions, torch.int64), attention, query_start[1:] - 1)
+    return ModelInput(move(step.ids, torch.int64), move(step.positions, torch.int64), attention)
 
 
 def dummy_input(sequences: int, tokens_each: int, device: torch.device) -> ModelInput:
@@ -71,4 +116,4 @@ def dummy_input(sequences: int, tokens_each: int, device: torch.device) -> Model
         max_context=tokens_each,
     )
     zeros = torch.zeros(total, dtype=torch.int64, device=device)
-    return ModelInput(zeros, zeros, attention, np.arange(1, sequences + 1) * tokens_each - 1)
+    return ModelInput(zeros, zeros, attention)

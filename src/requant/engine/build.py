@@ -15,6 +15,7 @@ from requant.engine.config import EngineConfig, ParallelConfig
 from requant.engine.core import EngineCore
 from requant.engine.runner import ModelRunner
 from requant.engine.scheduler import SchedulerConfig
+from requant.engine.team import SOLO, Team
 from requant.engine.tokenizer import eos_token_ids
 from requant.errors import CheckpointError, ConfigError, ModelError, one_line
 from requant.loading import (
@@ -89,27 +90,81 @@ def plan_model(config: EngineConfig, ranks: Ranks = ALONE, *, headers_only: bool
         name=name,
         config=raw,
         dtype=_dtype(config.model.dtype, hf_config),
-        device=_device(config.parallel),
+        device=_device(config.parallel, ranks.rank),
         not_loaded=model.not_loaded,
         ranks=ranks,
     )
     return Planned(model, plan, hf_config, checkpoint.folder, _max_model_len(config, hf_config))
 
 
-def build_core(config: EngineConfig) -> BuiltEngine:
+def build_core(config: EngineConfig, team: Team = SOLO) -> BuiltEngine:
     """Load the model, quantized as the recipe says, and make the engine core.
+
+    Args:
+        config: What to build.
+        team: The ranks, of which this is the first; the others :func:`build_worker` at the same time.
 
     Raises:
         RequantError: Something the user gave cannot be satisfied; one line says what.
     """
-    planned = plan_model(config)
+    loaded = _load(config, team)
+    runner, blocks = loaded.runner, loaded.runner.num_blocks
+    logger.info(
+        "KV cache: %.2f GB%s, %d tokens in pages of %d",
+        blocks * runner.block_bytes / 1e9,
+        " on each device" if team.ranks.size > 1 else "",
+        blocks * config.cache.block_size,
+        config.cache.block_size,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=loaded.max_seqs,
+        max_num_batched_tokens=loaded.max_tokens,
+        max_model_len=loaded.planned.max_model_len,
+        block_size=config.cache.block_size,
+        num_blocks=blocks,
+        enable_prefix_caching=not config.cache.no_enable_prefix_caching,
+    )
+    return BuiltEngine(
+        core=EngineCore(runner, scheduler),
+        max_model_len=loaded.planned.max_model_len,
+        vocab_size=runner.vocab_size,
+        eos_token_ids=loaded.stop_tokens,
+        report_path=loaded.report_path,
+    )
+
+
+def build_worker(config: EngineConfig, team: Team) -> ModelRunner:
+    """Load this rank's share of the model; the runner then follows rank 0's.
+
+    Raises:
+        RequantError: See :func:`build_core`.
+    """
+    return _load(config, team).runner
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A rank that is ready to run."""
+
+    planned: Planned
+    runner: ModelRunner
+    max_tokens: int
+    max_seqs: int
+    stop_tokens: frozenset[int]
+    report_path: str | None
+
+
+def _load(config: EngineConfig, team: Team) -> _Loaded:
+    planned = plan_model(config, team.ranks)
     plan, model, device = planned.plan, planned.model, planned.plan.device
+    first = team.ranks.rank == 0
     max_tokens = config.batch.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
     max_seqs = min(config.batch.max_num_seqs, max_tokens)
 
-    runner = ModelRunner(model, device, plan.dtype, config.cache.block_size, config.model.seed)
+    runner = ModelRunner(model, device, plan.dtype, config.cache.block_size, config.model.seed, team.announce)
     pages = -(-planned.max_model_len // config.cache.block_size)
-    available = memory.available_bytes(device, config.cache.gpu_memory_utilization)
+    sharing = team.ranks.size if device.type == "cpu" else 1  # ranks of one host share its memory
+    available = memory.available_bytes(device, config.cache.gpu_memory_utilization) // sharing
     check_memory(plan, available, cache_bytes=pages * runner.block_bytes)
     left = available - plan.weight_bytes - plan.layout_bytes
 
@@ -118,38 +173,20 @@ def build_core(config: EngineConfig) -> BuiltEngine:
 
     cache_blocks(left)  # whatever it refuses is refused before anything is read
     stop_tokens = eos_token_ids(planned.folder, planned.config)
-    write_report = prepare_report(plan, config.quant.online_quant_info_dir)
+    write_report = prepare_report(plan, config.quant.online_quant_info_dir) if first else None
 
-    result = load(plan, model, progress=make_progress(plan))
-    report_path = write_report(result)
+    result = load(plan, model, progress=make_progress(plan) if first else None)
+    report_path = write_report(result) if write_report else None
 
     if device.type == "cuda":
         left -= runner.activation_bytes(max_tokens, max_seqs)
     blocks = cache_blocks(left)
+    if team.ranks.size > 1:  # shares may differ in size, and what runs in step has one number of pages
+        blocks = team.smallest(blocks, device)
     runner.allocate(blocks)
     if device.type == "cuda" and not config.model.enforce_eager:
         runner.capture(max_seqs, planned.max_model_len)
-    logger.info(
-        "KV cache: %.2f GB, %d tokens in pages of %d",
-        blocks * runner.block_bytes / 1e9,
-        blocks * config.cache.block_size,
-        config.cache.block_size,
-    )
-    scheduler = SchedulerConfig(
-        max_num_seqs=max_seqs,
-        max_num_batched_tokens=max_tokens,
-        max_model_len=planned.max_model_len,
-        block_size=config.cache.block_size,
-        num_blocks=blocks,
-        enable_prefix_caching=not config.cache.no_enable_prefix_caching,
-    )
-    return BuiltEngine(
-        core=EngineCore(runner, scheduler),
-        max_model_len=planned.max_model_len,
-        vocab_size=runner.vocab_size,
-        eos_token_ids=stop_tokens,
-        report_path=report_path,
-    )
+    return _Loaded(planned, runner, max_tokens, max_seqs, stop_tokens, report_path)
 
 
 def _hf_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
@@ -189,12 +226,15 @@ def _dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     return stated if stated in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
 
 
-def _device(config: ParallelConfig) -> torch.device:
-    there = torch.cuda.is_available()
+def _device(config: ParallelConfig, rank: int) -> torch.device:
+    """Where a rank runs, or would: a plan can be made for more GPUs than there are."""
+    there = torch.cuda.device_count()
     if config.device == "cuda" and not there:
         raise ConfigError("--device is 'cuda', and torch sees no GPU; accepted here: auto, cpu")
-    use_gpu = there and config.device != "cpu"
-    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+    if config.device == "cpu" or not there:
+        return torch.device("cpu")
+    current = torch.cuda.current_device() if config.tensor_parallel_size == 1 else rank
+    return torch.device("cuda", current)
 
 
 def _max_model_len(config: EngineConfig, hf_config: PreTrainedConfig) -> int:

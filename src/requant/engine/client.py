@@ -9,7 +9,7 @@ from typing import Any
 
 from requant.engine.config import EngineConfig
 from requant.engine.core_process import Abort, Add, Failed, FromCore, Ready, Refused
-from requant.engine.interface import BUILD_CORE, CoreFactory, ModelFacts
+from requant.engine.interface import BUILD_CORE, CoreFactory, EngineDeadError, ModelFacts
 from requant.engine.messages import CoreRequest, CoreStats, StepResult
 from requant.engine.output import OutputProcessor
 from requant.engine.process import EngineProcess
@@ -20,10 +20,6 @@ from requant.engine.tokenizer import Message, Tokenizer
 from requant.errors import RequantError, RequestError
 
 logger = logging.getLogger(__name__)
-
-
-class EngineDeadError(Exception):
-    """The engine's process failed or is gone; nothing runs any more."""
 
 
 class AsyncEngine:

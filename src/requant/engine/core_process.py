@@ -9,15 +9,22 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from requant.engine.config import EngineConfig
 from requant.engine.interface import Core, CoreFactory, ModelFacts, resolve
 from requant.engine.logs import configure_logging
 from requant.engine.messages import CoreRequest, StepResult
-from requant.errors import RequantError, RequestError
+from requant.engine.seat import Seat
+from requant.errors import RequantError, RequestError, one_line
+
+if TYPE_CHECKING:
+    from requant.engine.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -58,48 +65,93 @@ class Failed:
     Attributes:
         message: One line.
         for_user: It could not be built, for a reason that the user can mend (a :class:`RequantError`).
+        consequence: It failed because another rank did, which knows better why.
     """
 
     message: str
     for_user: bool
+    consequence: bool = False
 
+
+# How gloo, NCCL, the store they meet at and the pipes between the ranks say that the other side is no longer there.
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "remote process exited",
+    "NCCL",
+    "TCPStore",
+)
 
 ToCore = Add | Abort
 FromCore = Ready | StepResult | Refused | Failed
 
 
-def run_core(connection: Connection, config: EngineConfig, factory: CoreFactory, log_level: str) -> None:
+def run_core(
+    connection: Connection, config: EngineConfig, factory: CoreFactory, log_level: str, seat: Seat | None = None
+) -> None:
     """Main function of the engine's process: build, then serve the pipe until its other end closes.
 
     An interrupt from the terminal is left to the parent, which then closes the pipe.
+
+    Args:
+        connection: Takes requests, gives what comes of them.
+        config: What to build.
+        factory: Builds it.
+        log_level: Of the process's log.
+        seat: Of rank 0, where there are several; it leads the others.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging(log_level)
     inbox: SimpleQueue[ToCore] = SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(connection, inbox.put), daemon=True).start()
     try:
-        built = resolve(factory)(config)
-        connection.send(Ready(ModelFacts.of(built)))
-        _serve(built.core, connection, inbox)
+        with _joined(seat, config) as team:
+            built = resolve(factory)(config, team) if team else resolve(factory)(config)
+            connection.send(Ready(ModelFacts.of(built)))
+            if team:
+                team.counts = True
+            _serve(built.core, connection, inbox)
     except BrokenPipeError:
         return
     except RequantError as error:
         connection.send(Failed(str(error), for_user=True))
         sys.exit(2)
     except Exception as error:
-        logger.exception("the engine failed")
-        connection.send(Failed(f"{type(error).__name__}: {error}", for_user=False))
+        connection.send(failed(error, logger))
         sys.exit(1)
 
 
-def _receive(connection: Connection, inbox: "SimpleQueue[ToCore]") -> None:
+def _joined(seat: Seat | None, config: EngineConfig) -> "AbstractContextManager[Team | None]":
+    if seat is None:
+        return nullcontext()
+    # Imported now: a process without peers needs nothing of it before it builds its core.
+    from requant.engine.team import join
+
+    seat.pulse.live(seat.rank)
+    return join(seat, config.parallel)
+
+
+def failed(error: Exception, logger: logging.Logger) -> Failed:
+    """The last word of a process that failed; the log has the rest, unless it failed only because a peer is gone."""
+    message = f"{type(error).__name__}: {one_line(error)}"
+    consequence = isinstance(error, OSError | RuntimeError) and any(sign in str(error) for sign in _PEER_GONE)
+    if consequence:
+        logger.debug("a peer is gone", exc_info=True)
+    else:
+        logger.exception("the engine failed")
+    return Failed(message, for_user=False, consequence=consequence)
+
+
+def exit_with_parent(connection: Connection, take: Callable[[Any], None] = lambda message: None) -> None:
     """Hand messages on; when the parent has closed the pipe or is gone, end the process, whatever it is doing."""
     while True:
         try:
             message = connection.recv()
         except (EOFError, OSError):
             os._exit(0)
-        inbox.put(message)
+        take(message)
 
 
 def _serve(core: Core, connection: Connection, inbox: "SimpleQueue[ToCore]") -> None:

@@ -80,7 +80,8 @@ class DecodeGraphs:
             forward(*inputs)  # compiles kernels and fills caches outside the capture
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Of this thread only: that of NCCL, which watches over the collectives, may ask the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 hidden = forward(*inputs)
             self._graphs[size] = (graph, hidden)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
-from requant.engine.config import EngineConfig
 from requant.engine.messages import CoreRequest, StepResult
 
 
@@ -75,13 +74,22 @@ class ModelFacts:
         return cls(built.max_model_len, built.vocab_size, frozenset(built.eos_token_ids), built.report_path)
 
 
-CoreFactory = str | Callable[[EngineConfig], BuiltCore]
-"""A function that builds a core, or its name as ``"module:function"`` (imported where it runs)."""
+CoreFactory = str | Callable[..., BuiltCore]
+"""A function that builds a core, or its name as ``"module:function"`` (imported where it runs).
+
+It is called with the :class:`EngineConfig` and, where it is rank 0 of several, with the
+:class:`~requant.engine.team.Team` that it leads.
+"""
+
+
+class EngineDeadError(Exception):
+    """The engine's process failed or is gone; nothing runs any more."""
+
 
 BUILD_CORE: CoreFactory = "requant.engine.build:build_core"
 
 
-def resolve(factory: CoreFactory) -> Callable[[EngineConfig], BuiltCore]:
+def resolve(factory: CoreFactory) -> Callable[..., BuiltCore]:
     """The function that ``factory`` is or names."""
     if isinstance(factory, str):
         module, function = factory.split(":")

@@ -1,4 +1,4 @@
-"""``LLM``: the engine in this process, for scripts and notebooks."""
+"""``LLM``: the engine for scripts and notebooks, in this process, or with several ranks in one for each."""
 
 import gc
 import itertools
@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from requant.engine.config import EngineConfig
-from requant.engine.interface import BUILD_CORE, CoreFactory, ModelFacts, resolve
+from requant.engine.interface import BUILD_CORE, Core, CoreFactory, ModelFacts, resolve
 from requant.engine.output import OutputProcessor
 from requant.engine.prompts import InputProcessor, Prompt
+from requant.engine.remote import RemoteCore
 from requant.engine.request_output import RequestOutput
 from requant.engine.sampling_params import SamplingParams
 from requant.engine.tokenizer import Message, load_tokenizer
@@ -35,10 +36,13 @@ class LLM:
         online_quant_config: The recipe: a dict, JSON text, or the path of a JSON file; None: as it is on disk.
         chat_template: A Jinja template, or the path of a file with one, to use instead of the model's.
         core_factory: Builds the engine core.
-        options: The names of :class:`~requant.engine.config.EngineConfig` (``dtype``, ``max_model_len``, …).
+        options: The names of :class:`~requant.engine.config.EngineConfig` (``dtype``, ``max_model_len``, …). With
+            ``tensor_parallel_size`` above 1 the engine's processes import the script anew: it needs
+            ``if __name__ == "__main__":`` around what it runs.
 
     Raises:
         RequantError: The options, the recipe or the checkpoint are not acceptable.
+        EngineDeadError: One of several ranks failed, here or later.
     """
 
     def __init__(
@@ -52,9 +56,13 @@ class LLM:
     ) -> None:
         config = EngineConfig.create(model=model, online_quant_config=online_quant_config, **options)
         self._tokenizer = load_tokenizer(config.model, chat_template)
-        built = resolve(core_factory)(config)
-        self.facts = ModelFacts.of(built)
-        self._core = built.core
+        self._core: Core
+        if config.parallel.tensor_parallel_size > 1:
+            remote = RemoteCore(config, core_factory)
+            self.facts, self._core, self._close = remote.facts, remote, remote.close
+        else:
+            built = resolve(core_factory)(config)
+            self.facts, self._core, self._close = ModelFacts.of(built), built.core, _free_memory
         self._inputs = InputProcessor(self._tokenizer, self.facts)
         self._outputs = OutputProcessor(self._tokenizer, self.facts.eos_token_ids | self._tokenizer.eos_token_ids)
         self._ids = itertools.count()
@@ -118,11 +126,7 @@ class LLM:
             return
         self._open = False
         del self._core
-        gc.collect()  # Modules and graphs refer to each other.
-        import torch
-
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -165,6 +169,14 @@ class LLM:
                 done.update({report.request_id: report for report in reports})
                 bar.update(task, completed=len(done))
         return [done[request_id] for request_id in ids]
+
+
+def _free_memory() -> None:
+    gc.collect()  # Modules and graphs refer to each other.
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _as_list(prompts: Prompts) -> list[Any]:

@@ -8,12 +8,12 @@ LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger("requant")
 
 
-def configure_logging(level: str = "info") -> None:
+def configure_logging(level: str = "info", who: str = "") -> None:
     """Send log records to stderr: requant's from ``level`` up, other libraries' from WARNING up.
 
-    For programs only; a library user's own logging configuration is left alone.
+    For programs only; a library user's own logging configuration is left alone. ``who`` stands before each message.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s", "%m-%d %H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(levelname)s %(asctime)s %(name)s: {who}%(message)s", "%m-%d %H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logger.setLevel(level.upper())

@@ -1,18 +1,18 @@
 """Runs the model on a step's sequences: inputs, forward (eager or as a CUDA graph), logits, sampling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from requant.engine.batch import ModelInput, dummy_input, make_input
+from requant.engine.batch import ModelInput, Step, dummy_input, make_step, to_device
 from requant.engine.graphs import DecodeGraphs, graph_sizes
 from requant.engine.messages import CoreRequest, TokenLogprobs
 from requant.engine.request import Request
 from requant.engine.runner_protocol import RunnerOutput, ScheduledSequence
-from requant.engine.sampler import Sampler, sliced_logprobs
+from requant.engine.sampler import Sampler, logprob_slices, sliced_logprobs
 from requant.engine.sampling_params import SamplingParams
 from requant.models.base import CausalLM
 
@@ -26,10 +26,17 @@ class ModelRunner:
         dtype: Of the KV cache.
         block_size: Tokens in a page of the KV cache.
         seed: For requests without a seed of their own.
+        announce: Where ranks share the model: tells the others of each step, which they then :meth:`follow`.
     """
 
     def __init__(
-        self, model: CausalLM, device: torch.device, dtype: torch.dtype, block_size: int, seed: int = 0
+        self,
+        model: CausalLM,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int,
+        seed: int = 0,
+        announce: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self.model = model
         self.device = device
@@ -37,6 +44,7 @@ class ModelRunner:
         self.block_size = block_size
         self.vocab_size = int(model.config.vocab_size)
         self.num_blocks = 0
+        self._announce = announce
         self._graphs: DecodeGraphs | None = None
         self._sampler = Sampler(device, seed)
 
@@ -81,14 +89,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, sequences: Sequence[ScheduledSequence]) -> list[RunnerOutput]:
         """One step; see :class:`requant.engine.runner_protocol.Runner`."""
-        step = make_input(sequences, self.block_size, self.device)
-        hidden = self._forward(step)
-        prompt = [self._prompt_logprobs(s, hidden, int(end)) for s, end in zip(sequences, step.last, strict=True)]
+        step = make_step(sequences, self.block_size)
+        self._announce(step)
+        hidden = self._forward(to_device(step, self.device))
+        prompt = [self._prompt_logprobs(s, hidden, rows) for s, rows in zip(sequences, step.prompt_rows, strict=True)]
         sampling = [i for i, s in enumerate(sequences) if s.samples]
         outputs = [RunnerOutput(prompt_logprobs=p) for p in prompt]
         if sampling:
-            rows = torch.from_numpy(step.last[sampling]).to(self.device, non_blocking=True)
-            logits = self.model.compute_logits(hidden[rows])
+            logits = self._sampled_logits(step, hidden)
             requests = [sequences[i].request for i in sampling]
             tokens = self._sampler.sample(logits, requests)
             entries = self._sampler.logprobs(logits, tokens, requests)
@@ -96,19 +104,32 @@ class ModelRunner:
                 outputs[i] = RunnerOutput((token,), (entry,) if entry else (), prompt[i])
         return outputs
 
+    @torch.inference_mode()
+    def follow(self, step: Step) -> None:
+        """Compute what another rank's :meth:`run` announced, as far as all ranks do: everything but the sampling."""
+        hidden = self._forward(to_device(step, self.device))
+        for rows in step.prompt_rows:
+            for first, end in logprob_slices(len(rows)):
+                self.model.compute_logits(hidden[rows.start + first : rows.start + end])
+        if step.sampled_rows.size:
+            self._sampled_logits(step, hidden)
+
+    def _sampled_logits(self, step: Step, hidden: Tensor) -> Tensor:
+        rows = torch.from_numpy(step.sampled_rows).to(self.device, non_blocking=True)
+        return self.model.compute_logits(hidden[rows])
+
     def _forward(self, step: ModelInput) -> Tensor:
         if self._graphs is not None and self._graphs.takes(step.attention):
             return self._graphs.replay(step.input_ids, step.positions, step.attention)
         return self.model(step.input_ids, step.positions, step.attention)
 
-    def _prompt_logprobs(self, sequence: ScheduledSequence, hidden: Tensor, last: int) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, sequence: ScheduledSequence, hidden: Tensor, rows: range) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens that this chunk's hidden states predict."""
         positions = sequence.prompt_positions
         wanted = sequence.request.params.prompt_logprobs
-        if wanted is None or not positions:
+        if wanted is None or not rows:
             return ()
-        first = last + 1 - sequence.stop  # index in T of the sequence's position 0
-        states = hidden[first + positions.start : first + positions.stop]
+        states = hidden[rows.start : rows.stop]
         following = sequence.request.prompt[positions.start + 1 : positions.stop + 1]
         return tuple(sliced_logprobs(lambda a, b: self.model.compute_logits(states[a:b]), following, wanted))
 

@@ -4,7 +4,7 @@ Whatever no row of a step asks for costs nothing: parameters become tensors only
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -253,6 +253,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[
     ]
 
 
+def logprob_slices(count: int) -> Iterator[tuple[int, int]]:
+    """The runs (first, end) of at most :data:`LOGPROB_ROWS` positions whose logits are computed at a time."""
+    for first in range(0, count, LOGPROB_ROWS):
+        yield first, min(first + LOGPROB_ROWS, count)
+
+
 def sliced_logprobs(logits_of: Callable[[int, int], Tensor], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Log-probabilities of a prompt's tokens, with the logits of at most :data:`LOGPROB_ROWS` positions at a time.
 
@@ -262,8 +268,8 @@ def sliced_logprobs(logits_of: Callable[[int, int], Tensor], tokens: Sequence[in
         top: How many of the most likely tokens each position wants.
     """
     result: list[TokenLogprobs] = []
-    for first in range(0, len(tokens), LOGPROB_ROWS):
-        part = tokens[first : first + LOGPROB_ROWS]
-        logits = logits_of(first, first + len(part))
+    for first, end in logprob_slices(len(tokens)):
+        part = tokens[first:end]
+        logits = logits_of(first, end)
         result += token_logprobs(logits, torch.tensor(part, device=logits.device), [top] * len(part))
     return result

@@ -105,7 +105,7 @@ def load(
         ConfigError: Memory ran out.
     """
     begin = time.perf_counter()
-    for warning in plan.warnings:
+    for warning in plan.warnings if plan.ranks.rank == 0 else ():
         logger.warning("%s", warning)
     staging = staging or Staging.of(plan.device)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from requant.engine.client import EngineDeadError
+from requant.engine.interface import EngineDeadError
 from requant.engine.prompts import ContextLengthError
 from requant.errors import RequestError
 

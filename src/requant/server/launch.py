@@ -11,9 +11,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from requant.engine.client import AsyncEngine, EngineDeadError
+from requant.engine.client import AsyncEngine
 from requant.engine.config import EngineConfig
-from requant.engine.interface import BUILD_CORE, CoreFactory
+from requant.engine.interface import BUILD_CORE, CoreFactory, EngineDeadError
 from requant.engine.tokenizer import load_tokenizer
 from requant.errors import ConfigError
 from requant.server.app import create_app

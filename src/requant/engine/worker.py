@@ -1,0 +1,52 @@
+"""A rank that follows: it computes what rank 0 announces, and has neither requests nor a scheduler."""
+
+import logging
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from requant.engine.config import EngineConfig
+from requant.engine.core_process import Failed, exit_with_parent, failed
+from requant.engine.logs import configure_logging
+from requant.engine.seat import Seat
+from requant.errors import RequantError
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(connection: Connection, config: EngineConfig, seat: Seat) -> None:
+    """Main function of a worker's process: build its share of the model, then follow rank 0 until that is gone.
+
+    Args:
+        connection: Takes a last word; the process ends when its other end closes.
+        config: What to build.
+        seat: The rank's place among the others.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logging("warning", f"rank {seat.rank}: ")
+    seat.pulse.live(seat.rank)
+    threading.Thread(target=exit_with_parent, args=(connection,), daemon=True).start()
+    try:
+        _follow(config, seat)
+    except EOFError:
+        connection.send(Failed("rank 0 is gone", for_user=False, consequence=True))
+        sys.exit(1)
+    except RequantError as error:
+        connection.send(Failed(str(error), for_user=True))
+        sys.exit(2)
+    except Exception as error:
+        connection.send(failed(error, logger))
+        sys.exit(1)
+
+
+def _follow(config: EngineConfig, seat: Seat) -> None:
+    # Imported here: the front end, which only names this module's function, does without torch.
+    from requant.engine.build import build_worker
+    from requant.engine.team import join
+
+    with join(seat, config.parallel) as team:
+        runner = build_worker(config, team)
+        team.counts = True
+        while True:
+            runner.follow(team.next_step())
