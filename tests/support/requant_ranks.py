@@ -1,15 +1,20 @@
-"""Several ranks as threads of one process: the collectives that loading and layers ask for, without any network."""
+"""Several ranks as threads of one process: the collectives that loading and layers ask for, without any network.
+
+And what a process does that is one of several ranks, for the test of real collectives.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from requant.parallel import Ranks
+from requant.parallel.distributed import connected
 
 T = TypeVar("T")
 
@@ -80,3 +85,17 @@ def run_ranks(
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in futures], meeting.sent
+
+
+def collectives(rank: int, size: int, port: int, listener: Any, result: Connection) -> None:
+    """One of several processes: every collective once; what came of them goes to ``result``."""
+    calls = []
+    with connected(rank, size, port, torch.device("cpu"), listener, lambda: calls.append(rank)) as group:
+        x = torch.arange(6.0).view(2, 3) * (rank + 1)
+        summed = group.all_reduce_sum(x)
+        assert summed is x
+        largest = group.all_reduce_max(torch.tensor([float(rank), -float(rank)]))
+        # As many columns as the rank's number and one more, each with the rank's number.
+        gathered = group.all_gather(torch.full((2, rank + 1), float(rank)), [r + 1 for r in range(size)])
+        empty = group.all_gather(torch.zeros(0, rank + 1), [r + 1 for r in range(size)])
+        result.send((group.rank, group.size, len(calls), summed, largest, gathered, empty.shape))
