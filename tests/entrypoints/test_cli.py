@@ -47,7 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve"], "--model is ''"),
         (["plan"], "--model is ''"),
         (["serve", "--model", "M", "--json"], "unrecognized arguments: --json"),
-        (["serve", "--model", "M", "-tp", "4"], "--tensor-parallel-size is 4"),
+        (["serve", "--model", "M", "-tp", "0"], "--tensor-parallel-size is 0; accepted: 1 to 1024"),
     ],
 )
 def test_errors_are_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

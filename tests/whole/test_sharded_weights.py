@@ -231,6 +231,7 @@ def load_ranks(folder, kind, size, format, source_format, ep, run_bytes):
         )  # fmt: skip
         result = load(plan, model, staging=TINY)
         assert result.bytes_read == plan.bytes_to_read >= plan.bytes_wanted
+        assert result.bytes_sent == 4 * sum(len(step.rows) for step in plan.steps if step.together)
         assert plan.layers[0].bytes_after == sum(
             p.nbytes for name, p in model["layer"].named_parameters() if "bias" not in name
         )

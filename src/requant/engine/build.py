@@ -20,6 +20,7 @@ from requant.engine.tokenizer import eos_token_ids
 from requant.errors import CheckpointError, ConfigError, ModelError, one_line
 from requant.loading import (
     Checkpoint,
+    LoadResult,
     Plan,
     check_memory,
     inspect,
@@ -97,22 +98,49 @@ def plan_model(config: EngineConfig, ranks: Ranks = ALONE, *, headers_only: bool
     return Planned(model, plan, hf_config, checkpoint.folder, _max_model_len(config, hf_config))
 
 
+@dataclass(frozen=True)
+class LoadedRank:
+    """A rank that is ready to run.
+
+    Attributes:
+        planned: Its share of the model, and the plan.
+        runner: Runs steps, or follows another rank's.
+        result: What loading cost.
+        max_tokens: Most tokens in one step.
+        max_seqs: Most sequences in one step.
+        stop_tokens: Tokens that end a sequence.
+        report_path: Where the report was written; None on all ranks but the first, and without a recipe.
+    """
+
+    planned: Planned
+    runner: ModelRunner
+    result: LoadResult
+    max_tokens: int
+    max_seqs: int
+    stop_tokens: frozenset[int]
+    report_path: str | None
+
+
 def build_core(config: EngineConfig, team: Team = SOLO) -> BuiltEngine:
     """Load the model, quantized as the recipe says, and make the engine core.
 
     Args:
         config: What to build.
-        team: The ranks, of which this is the first; the others :func:`build_worker` at the same time.
+        team: The ranks, of which this is the first.
 
     Raises:
         RequantError: Something the user gave cannot be satisfied; one line says what.
     """
-    loaded = _load(config, team)
+    return make_core(load_rank(config, team), config)
+
+
+def make_core(loaded: LoadedRank, config: EngineConfig) -> BuiltEngine:
+    """The core of a rank that leads, or is alone."""
     runner, blocks = loaded.runner, loaded.runner.num_blocks
     logger.info(
         "KV cache: %.2f GB%s, %d tokens in pages of %d",
         blocks * runner.block_bytes / 1e9,
-        " on each device" if team.ranks.size > 1 else "",
+        " on each device" if loaded.planned.plan.ranks.size > 1 else "",
         blocks * config.cache.block_size,
         config.cache.block_size,
     )
@@ -133,28 +161,14 @@ def build_core(config: EngineConfig, team: Team = SOLO) -> BuiltEngine:
     )
 
 
-def build_worker(config: EngineConfig, team: Team) -> ModelRunner:
-    """Load this rank's share of the model; the runner then follows rank 0's.
+def load_rank(config: EngineConfig, team: Team = SOLO) -> LoadedRank:
+    """Load this rank's share of the model, quantized as the recipe says, and allocate its KV cache.
+
+    The ranks of a team do so at the same time. The first one leads, with :func:`make_core`; the others' runners follow.
 
     Raises:
-        RequantError: See :func:`build_core`.
+        RequantError: Something the user gave cannot be satisfied; one line says what.
     """
-    return _load(config, team).runner
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A rank that is ready to run."""
-
-    planned: Planned
-    runner: ModelRunner
-    max_tokens: int
-    max_seqs: int
-    stop_tokens: frozenset[int]
-    report_path: str | None
-
-
-def _load(config: EngineConfig, team: Team) -> _Loaded:
     planned = plan_model(config, team.ranks)
     plan, model, device = planned.plan, planned.model, planned.plan.device
     first = team.ranks.rank == 0
@@ -186,7 +200,7 @@ def _load(config: EngineConfig, team: Team) -> _Loaded:
     runner.allocate(blocks)
     if device.type == "cuda" and not config.model.enforce_eager:
         runner.capture(max_seqs, planned.max_model_len)
-    return _Loaded(planned, runner, max_tokens, max_seqs, stop_tokens, report_path)
+    return LoadedRank(planned, runner, result, max_tokens, max_seqs, stop_tokens, report_path)
 
 
 def _hf_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:

@@ -42,11 +42,11 @@ def run_worker(connection: Connection, config: EngineConfig, seat: Seat) -> None
 
 def _follow(config: EngineConfig, seat: Seat) -> None:
     # Imported here: the front end, which only names this module's function, does without torch.
-    from requant.engine.build import build_worker
+    from requant.engine.build import load_rank
     from requant.engine.team import join
 
     with join(seat, config.parallel) as team:
-        runner = build_worker(config, team)
+        runner = load_rank(config, team).runner
         team.counts = True
         while True:
             runner.follow(team.next_step())

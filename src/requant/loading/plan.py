@@ -251,6 +251,10 @@ class Plan:
         return {
             "model": self.model,
             "online_quant_config": self.recipe,
+            "tensor_parallel_size": self.ranks.size,
+            "expert_parallel": self.ranks.expert_parallel and self.ranks.size > 1,
+            "bytes_wanted": self.bytes_wanted,
+            "bytes_read": self.bytes_to_read,
             "num_layers": len(self.quantized),
             "layers": [_row(layer, layer.format) for layer in self.quantized if layer.format],
             "kept": [{"layer": layer.name, "reason": layer.storage.reason} for layer in self.kept],

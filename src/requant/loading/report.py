@@ -50,6 +50,7 @@ def _write(plan: Plan, result: LoadResult, directory: Path) -> str:
         "elapsed_seconds": result.elapsed_seconds,
         "load_seconds": result.load_seconds,
         "peak_device_memory_gb": result.peak_device_memory / 1e9,
+        "bytes_sent": result.bytes_sent,
     }
     now = time.time_ns()
     stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now // 10**9))

@@ -60,6 +60,7 @@ class LoadResult:
         peak_device_memory: Most bytes in use on the device; on the CPU the process's largest resident set.
         bytes_read: Bytes read from the checkpoint, by this rank.
         staged_bytes: Most bytes of host memory that were staged at once.
+        bytes_sent: Bytes that this rank gave to the others.
     """
 
     elapsed_seconds: float
@@ -67,6 +68,7 @@ class LoadResult:
     peak_device_memory: int
     bytes_read: int
     staged_bytes: int
+    bytes_sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def load(
         peak_device_memory=lane.peak_memory(),
         bytes_read=plan.bytes_to_read,
         staged_bytes=pool.high_water,
+        bytes_sent=targets.bytes_sent,
     )
 
 

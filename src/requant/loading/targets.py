@@ -37,12 +37,16 @@ class Targets:
     Args:
         plan: The plan.
         model: Its model, built.
+
+    Attributes:
+        bytes_sent: Bytes that this rank gave to the others.
     """
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         self._device = plan.device
         self._group = plan.ranks.group
+        self.bytes_sent = 0
         self._scale_steps = plan.scales
         self._scales = _scale_targets(plan, modules)
         self._targets = [_target(step, modules[step.module], self._scales) for step in plan.steps]
@@ -184,7 +188,10 @@ class Targets:
         """Quantize some columns of rows whose scales are those of the whole rows: the ranks compare magnitudes."""
         assert target.scale is not None
         weight = _own(target.step, start, stop, weight).contiguous()
-        amax = self._group.all_reduce_max(row_maxima(weight))
+        amax = row_maxima(weight)
+        if self._group.size > 1:
+            self.bytes_sent += amax.nbytes
+            amax = self._group.all_reduce_max(amax)
         data, scale = quantize_rows(weight, amax)
         own = target.step.placement.own_rows
         self._own_rows(target, start, stop).copy_(data)
