@@ -36,30 +36,38 @@ class ThreadGroup:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
 
     def all_reduce_sum(self, x: Tensor, /) -> Tensor:
-        total, *others = self._exchange("sum", x)
-        for other in others:
-            total = total + other
-        return x.copy_(total)
+        return x.copy_(self._exchange("sum", x, lambda parts: sum(parts[1:], start=parts[0])))
 
     def all_reduce_max(self, x: Tensor, /) -> Tensor:
-        return x.copy_(torch.stack(self._exchange("max", x)).amax(0))
+        return x.copy_(self._exchange("max", x, lambda parts: torch.stack(parts).amax(0)))
 
     def all_gather(self, x: Tensor, sizes: Sequence[int], /) -> Tensor:
-        parts = self._exchange("gather", x)
-        assert [part.shape[1] for part in parts] == list(sizes)
-        return torch.cat(parts, dim=1)
+        def gather(parts: list[Tensor]) -> Tensor:
+            assert [part.shape[1] for part in parts] == list(sizes)
+            return torch.cat(parts, dim=1)
 
-    def _exchange(self, what: str, x: Tensor) -> list[Tensor]:
+        return self._exchange("gather", x, gather)
+
+    def _exchange(self, what: str, x: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
         assert x.is_contiguous()
         meeting = self._meeting
         meeting.given[self.rank] = x.clone()
+        _wait(x)
         if self.rank == 0:
             meeting.sent[what] = meeting.sent.get(what, 0) + x.nbytes
         meeting.barrier.wait()
         given = [part for part in meeting.given if part is not None]
         assert len({(part.dtype, part.shape[0]) for part in given}) == 1, "the ranks are not at the same place"
+        joined = join(given)
+        _wait(x)
         meeting.barrier.wait()
-        return given
+        return joined
+
+
+def _wait(x: Tensor) -> None:
+    """Until what this thread has issued is done: each has a stream of its own on a GPU."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
 
 
 def run_ranks(

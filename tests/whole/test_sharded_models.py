@@ -22,7 +22,6 @@ from requant.parallel import ALONE, Ranks
 from requant.recipe import FORMATS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +31,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_checkpoint(tmp_path_factory.mktemp(kind), kind, **changes.get(kind, {})) for kind in KINDS}
 
 
-def generate(folder: Path, recipe: dict[str, object], ranks: Ranks = ALONE) -> list[CompletionOutput]:
-    config = EngineConfig.create(model=str(folder), online_quant_config=recipe, dtype="float32", device="cpu")
+def generate(
+    folder: Path, recipe: dict[str, object], ranks: Ranks = ALONE, device: str = "cpu"
+) -> list[CompletionOutput]:
+    config = EngineConfig.create(model=str(folder), online_quant_config=recipe, dtype="float32", device=device)
     planned = plan_model(config, ranks)
     load(planned.plan, planned.model)
-    runner = ModelRunner(planned.model, CPU, torch.float32, 16)
+    runner = ModelRunner(planned.model, planned.plan.device, torch.float32, 16)
     runner.allocate(64)
     core = EngineCore(runner, SchedulerConfig(8, 40, 256, 16, 64, True))
     rng = random.Random(3)
@@ -68,23 +69,33 @@ class _Value:
         self.logprob = logprob
 
 
+# The numbers of ranks, and whether each has whole experts: between them every way in which a model is cut.
+LAYOUTS = {
+    "llama": [(6, False)],
+    "qwen2": [(2, False)],
+    "qwen3": [(4, False)],
+    "qwen3_moe": [(4, False), (2, True)],
+    "deepseek_v3": [(2, False), (3, True)],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fmt", [None, *FORMATS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_one_rank(checkpoints: dict[str, Path], kind: str, fmt: str | None) -> None:
+def test_tokens_are_those_of_one_rank(checkpoints: dict[str, Path], kind: str, fmt: str | None, device: str) -> None:
     recipe = {"global_quant_config": fmt, "layer_quant_config": {"lm_head": fmt}} if fmt else {}
-    alone = generate(checkpoints[kind], recipe)
+    alone = generate(checkpoints[kind], recipe, device=device)
     assert len({out.token_ids for out in alone}) > 3
-    for size in (2, 3, 4) if kind == "deepseek_v3" else (2, 4, 6) if kind == "llama" else (2, 4):
-        for expert_parallel in (False, True):
-            if expert_parallel and "mo" not in kind and "deep" not in kind:
-                continue
-            outputs, sent = run_ranks(
-                size, lambda ranks: generate(checkpoints[kind], recipe, ranks), expert_parallel, deterministic=True
-            )
-            for output in outputs:
-                check_same_tokens(alone, output)
-            assert sent["sum"]
-            assert sent["gather"]
+    for size, expert_parallel in LAYOUTS[kind]:
+
+        def run(ranks: Ranks) -> list[CompletionOutput]:
+            return generate(checkpoints[kind], recipe, ranks, device)
+
+        outputs, sent = run_ranks(size, run, expert_parallel, deterministic=True)
+        for output in outputs:
+            check_same_tokens(alone, output)
+        assert sent["sum"]
+        assert sent["gather"]
 
 
 def test_a_number_of_ranks_that_does_not_fit(checkpoints: dict[str, Path]) -> None:

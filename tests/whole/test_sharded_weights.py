@@ -214,7 +214,7 @@ def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out  # fmt: skip
 
 
-def load_ranks(folder, kind, size, format, source_format, ep, run_bytes):
+def load_ranks(folder, kind, size, format, source_format, ep, run_bytes, device):
     sections = {
         "per_block_fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "mxfp4": {"quant_method": "mxfp4"},
@@ -235,7 +235,7 @@ def load_ranks(folder, kind, size, format, source_format, ep, run_bytes):
         assert plan.layers[0].bytes_after == sum(
             p.nbytes for name, p in model["layer"].named_parameters() if "bias" not in name
         )
-        return model["layer"]
+        return model["layer"].cpu()
 
     return run_ranks(size, run, expert_parallel=ep)
 
@@ -282,8 +282,9 @@ CASES = [
 ] + [(kind, "mxfp4", "mxfp4") for kind in KINDS]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("kind", "format", "source_format"), CASES)
-def test_ranks_have_the_slices_of_the_unsharded_result(kind, format, source_format, tmp_path):
+def test_ranks_have_the_slices_of_the_unsharded_result(kind, format, source_format, device, tmp_path):
     spec = KINDS[kind]
     values = write(tmp_path, spec, source_format)
     if format is None and source_format != "bf16":
@@ -291,7 +292,7 @@ def test_ranks_have_the_slices_of_the_unsharded_result(kind, format, source_form
     for size in SIZES:
         for ep in [False, True] if "experts" in kind and size > 1 else [False]:
             for run_bytes in [16 * 1024, 1] if size > 1 else [1]:
-                layers, sent = load_ranks(tmp_path, spec, size, format, source_format, ep, run_bytes)
+                layers, sent = load_ranks(tmp_path, spec, size, format, source_format, ep, run_bytes, device)
                 for rank, layer in enumerate(layers):
                     for parameter, pieces in spec.pieces(size, rank, ep).items():
                         check(layer, parameter, pieces, values, format)
