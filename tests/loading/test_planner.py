@@ -169,7 +169,11 @@ def test_loading_takes_at_most_the_budget(tiny):
 
 def test_report_without_times(tiny):
     report = tiny.plan(RECIPE).to_report()
-    assert list(report) == ["model", "online_quant_config", "num_layers", "layers", "kept", "unmatched_patterns"]
+    ranks, sizes = ["tensor_parallel_size", "expert_parallel"], ["bytes_wanted", "bytes_read"]
+    named = ["num_layers", "layers", "kept", "unmatched_patterns"]
+    assert list(report) == ["model", "online_quant_config", *ranks, *sizes, *named]
+    assert (report["tensor_parallel_size"], report["expert_parallel"]) == (1, False)
+    assert report["bytes_read"] == report["bytes_wanted"] > 0
     assert report["num_layers"] == 2
     assert report["layers"][0] == {
         "layer": QKV,

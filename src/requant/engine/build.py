@@ -1,10 +1,11 @@
 """From a configuration to an engine that is ready to run: checkpoint, recipe, plan, load, KV cache, graphs."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -70,8 +71,27 @@ class BuiltEngine:
     report_path: str | None
 
 
-def plan_model(config: EngineConfig, ranks: Ranks = ALONE, *, headers_only: bool = False) -> Planned:
-    """Everything up to the plan of one rank: no weight is read, and with ``headers_only`` none is downloaded either.
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a plan is made from: the recipe, the checkpoint's headers and its configuration, which all ranks share.
+
+    Attributes:
+        recipe: What to quantize.
+        checkpoint: The headers.
+        raw: ``config.json``.
+        config: The same as transformers reads it.
+        model_type: The class that runs it.
+    """
+
+    recipe: Recipe
+    checkpoint: Checkpoint
+    raw: Mapping[str, Any]
+    config: PreTrainedConfig
+    model_type: type[CausalLM]
+
+
+def read_files(config: EngineConfig, *, headers_only: bool = False) -> ModelFiles:
+    """Read recipe, headers and configuration: no weight, and with ``headers_only`` none is downloaded either.
 
     Raises:
         RequantError: The recipe, the checkpoint or the configuration is not acceptable.
@@ -82,20 +102,33 @@ def plan_model(config: EngineConfig, ranks: Ranks = ALONE, *, headers_only: bool
     raw = read_config(checkpoint.folder)
     source_quantization(raw)  # what is not accepted is refused here, before transformers takes offence at it
     model_type = model_class(raw.get("architectures"))
-    hf_config = _hf_config(checkpoint, config.model.trust_remote_code)
-    model = _model(model_type, hf_config, checkpoint, ranks)
+    return ModelFiles(recipe, checkpoint, raw, _hf_config(checkpoint, config.model.trust_remote_code), model_type)
+
+
+def plan_rank(files: ModelFiles, config: EngineConfig, ranks: Ranks = ALONE) -> Planned:
+    """The share of one rank, without weights, and the plan to load it.
+
+    Raises:
+        RequantError: Recipe, checkpoint and configuration do not fit each other, or not this number of ranks.
+    """
+    model = _model(files.model_type, files.config, files.checkpoint, ranks)
     plan = make_plan(
         model,
-        checkpoint,
-        recipe,
-        name=name,
-        config=raw,
-        dtype=_dtype(config.model.dtype, hf_config),
+        files.checkpoint,
+        files.recipe,
+        name=config.model.model,
+        config=files.raw,
+        dtype=_dtype(config.model.dtype, files.config),
         device=_device(config.parallel, ranks.rank),
         not_loaded=model.not_loaded,
         ranks=ranks,
     )
-    return Planned(model, plan, hf_config, checkpoint.folder, _max_model_len(config, hf_config))
+    return Planned(model, plan, files.config, files.checkpoint.folder, _max_model_len(config, files.config))
+
+
+def plan_model(config: EngineConfig, ranks: Ranks = ALONE) -> Planned:
+    """:func:`read_files` and :func:`plan_rank`."""
+    return plan_rank(read_files(config), config, ranks)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from requant.loading.plan import LayerPlan, Plan
 from requant.loading.units import show_bytes
+from requant.tools.tables import add_row, new_table, ranges
 
 WIDE = 160
 """Columns that hold a layer, its target, pattern, activation and sizes in one line: for output to a file or a pipe."""
@@ -37,7 +36,7 @@ def render(plan: Plan, console: Console, every_layer: bool = False) -> None:
 
 
 def _quantized_table(plan: Plan, every_layer: bool) -> Table:
-    table = _table(
+    table = new_table(
         "Quantized layers", "Layers", "Count >", "Source", "Target", "Decided by", "Activation", "Before >", "After >"
     )
     for name, layers in _grouped(plan.quantized, every_layer):
@@ -48,7 +47,7 @@ def _quantized_table(plan: Plan, every_layer: bool) -> Table:
 
 
 def _kept_table(plan: Plan, every_layer: bool) -> Table:
-    table = _table("Kept layers", "Layers", "Count >", "Source", "Reason", "Before >", "After >")
+    table = new_table("Kept layers", "Layers", "Count >", "Source", "Reason", "Before >", "After >")
     for name, layers in _grouped(plan.kept, every_layer):
         _add(table, name, layers, layers[0].source, layers[0].storage.reason)
     return table
@@ -74,48 +73,27 @@ def _joint_name(names: Sequence[str]) -> str:
     if len(varying) != 1:
         return _INDEX.sub("*", names[0])
     column = [row[varying[0]] for row in indices]
-    cells = ["{" + _ranges(column) + "}" if i == varying[0] else text for i, text in enumerate(map(str, indices[0]))]
+    cells = ["{" + ranges(column) + "}" if i == varying[0] else text for i, text in enumerate(map(str, indices[0]))]
     return _INDEX.sub(lambda _: cells.pop(0), names[0])
 
 
-def _ranges(values: Sequence[int]) -> str:
-    """``0-3,7`` for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for value in sorted(set(values)):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table; a column whose header ends in ``>`` holds numbers."""
-    table = Table(title=title, title_justify="left", highlight=False, box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        if column.endswith(" >"):
-            table.add_column(column.removesuffix(" >"), justify="right", no_wrap=True)
-        else:
-            table.add_column(column, overflow="fold")
-    return table
-
-
 def _add(table: Table, name: str, layers: Sequence[LayerPlan], *cells: str) -> None:
-    """Add the row of some layers, as plain text: a pattern's brackets are not markup."""
+    """Add the row of some layers."""
     before, after = sum(layer.bytes_before for layer in layers), sum(layer.bytes_after for layer in layers)
-    table.add_row(*map(Text, (name, str(len(layers)), *cells, show_bytes(before), show_bytes(after))))
+    add_row(table, name, str(len(layers)), *cells, show_bytes(before), show_bytes(after))
 
 
 def _totals(plan: Plan) -> list[str]:
     dtype = str(plan.dtype).removeprefix("torch.")
     before = sum(layer.bytes_before for layer in plan.quantized)
     after = sum(layer.bytes_after for layer in plan.quantized)
+    of_rank = f" of rank {plan.ranks.rank}" if plan.ranks.size > 1 else ""
     layout = f" + {show_bytes(plan.layout_bytes)} layout" if plan.layout_bytes else ""
     return [
         f"{plan.model}, {dtype} on {plan.device}",
         f"{len(plan.quantized)} layers quantized: {show_bytes(before)} → {show_bytes(after)}; "
         f"{len(plan.kept)} layers kept: {show_bytes(sum(layer.bytes_after for layer in plan.kept))}; "
         f"everything else: {show_bytes(plan.plain_bytes)}",
-        f"Estimated device memory: {show_bytes(plan.weight_bytes)} weights{layout}, and up to "
+        f"Estimated device memory{of_rank}: {show_bytes(plan.weight_bytes)} weights{layout}, and up to "
         f"{show_bytes(plan.loading_bytes)} more while loading; {show_bytes(plan.bytes_to_read)} are read",
     ]
