@@ -31,7 +31,7 @@ from perplexity import device_name, parse_recipe
 from requant.engine.build import LoadedRank, load_rank, make_core
 from requant.engine.config import EngineConfig
 from requant.engine.seat import Pulse, Seat, listen
-from requant.engine.team import SOLO, Team, join
+from requant.engine.team import Team, alone, join
 from requant.formats import count_nonfinite
 from requant.loading.plan import Step
 from requant.loading.sources import SOURCE_DTYPES
@@ -77,7 +77,7 @@ def rank_main(seat: Seat | None, config: EngineConfig, arguments: argparse.Names
     if seat is not None:
         seat.pulse.live(seat.rank)
     begin = time.perf_counter()
-    with join(seat, config.parallel) if seat is not None else nullcontext(SOLO) as team:
+    with join(seat, config.parallel) if seat is not None else nullcontext(alone(config.parallel)) as team:
         loaded = load_rank(config, team)
         plan, cost = loaded.planned.plan, loaded.result
         checked, differ = check(loaded, arguments.check) if arguments.check else (0, 0)

@@ -34,17 +34,6 @@ FP8_WEIGHTS = {QWEN: 5.135, DEEPSEEK: 5.352}
 WHOLE = {QWEN: 6.126, DEEPSEEK: 6.316, DEEPSEEK_FP8: 6.336}
 
 
-@pytest.fixture(scope="module")
-def models(request: pytest.FixtureRequest) -> Path:
-    folder = request.config.getoption("--models-dir")
-    if folder is None:
-        pytest.skip("needs trained models: --models-dir FOLDER")
-    missing = [name for name in WHOLE if not (Path(folder) / name / "model.safetensors").exists()]
-    if missing:
-        pytest.skip(f"--models-dir {folder} lacks {', '.join(missing)}")
-    return Path(folder)
-
-
 def measure(model: Path, recipe: Any, report: Path, limit: int | None = None, text: Path | None = None) -> float:
     tokens = perplexity.tokenize(str(model), (text or model / "val.txt").read_text(encoding="utf-8"))
     windows = perplexity.cut_windows(tokens, WINDOW, limit, rest=True)

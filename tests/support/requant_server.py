@@ -17,7 +17,10 @@ NAME = "tiny"
 
 @contextmanager
 def serve(model: Path, recipe: Any, reports: Path, settings: dict[str, Any]) -> Iterator[str]:
-    """Start the server on ``model`` (under the name ``tiny``), wait until it is ready, and give its address."""
+    """Start the server on ``model`` (under the name ``tiny``), wait until it is ready, and give its address.
+
+    A setting that is True is a flag without a value.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -25,7 +28,7 @@ def serve(model: Path, recipe: Any, reports: Path, settings: dict[str, Any]) -> 
     command += ["--host", "127.0.0.1", "--server-port", str(port), "--served-model-name", NAME]
     command += ["--online_quant_config", json.dumps(recipe), "--online-quant-info-dir", str(reports)]
     for name, value in settings.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
+        command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     server = subprocess.Popen(command)
     try:
         deadline = time.monotonic() + 120

@@ -18,7 +18,7 @@ from requant.engine.sampling_params import SamplingParams
 from requant.engine.scheduler import SchedulerConfig
 from requant.errors import ConfigError
 from requant.loading import load
-from requant.parallel import ALONE, Ranks
+from requant.parallel import Ranks
 from requant.recipe import FORMATS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
@@ -31,9 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_checkpoint(tmp_path_factory.mktemp(kind), kind, **changes.get(kind, {})) for kind in KINDS}
 
 
-def generate(
-    folder: Path, recipe: dict[str, object], ranks: Ranks = ALONE, device: str = "cpu"
-) -> list[CompletionOutput]:
+def generate(folder: Path, recipe: dict[str, object], ranks: Ranks, device: str) -> list[CompletionOutput]:
     config = EngineConfig.create(model=str(folder), online_quant_config=recipe, dtype="float32", device=device)
     planned = plan_model(config, ranks)
     load(planned.plan, planned.model)
@@ -84,7 +82,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_one_rank(checkpoints: dict[str, Path], kind: str, fmt: str | None, device: str) -> None:
     recipe = {"global_quant_config": fmt, "layer_quant_config": {"lm_head": fmt}} if fmt else {}
-    alone = generate(checkpoints[kind], recipe, device=device)
+    alone = generate(checkpoints[kind], recipe, Ranks(deterministic=True), device)
     assert len({out.token_ids for out in alone}) > 3
     for size, expert_parallel in LAYOUTS[kind]:
 
@@ -93,7 +91,10 @@ def test_tokens_are_those_of_one_rank(checkpoints: dict[str, Path], kind: str, f
 
         outputs, sent = run_ranks(size, run, expert_parallel, deterministic=True)
         for output in outputs:
-            check_same_tokens(alone, output)
+            if device == "cpu":
+                assert [out.token_ids for out in output] == [out.token_ids for out in alone]
+            else:  # few heads are attended to in another order than many
+                check_same_tokens(alone, output)
         assert sent["sum"]
         assert sent["gather"]
 

@@ -16,7 +16,7 @@ from requant.engine.config import EngineConfig, ParallelConfig
 from requant.engine.core import EngineCore
 from requant.engine.runner import ModelRunner
 from requant.engine.scheduler import SchedulerConfig
-from requant.engine.team import SOLO, Team
+from requant.engine.team import Team, alone
 from requant.engine.tokenizer import eos_token_ids
 from requant.errors import CheckpointError, ConfigError, ModelError, one_line
 from requant.loading import (
@@ -154,12 +154,12 @@ class LoadedRank:
     report_path: str | None
 
 
-def build_core(config: EngineConfig, team: Team = SOLO) -> BuiltEngine:
+def build_core(config: EngineConfig, team: Team | None = None) -> BuiltEngine:
     """Load the model, quantized as the recipe says, and make the engine core.
 
     Args:
         config: What to build.
-        team: The ranks, of which this is the first.
+        team: The ranks, of which this is the first; None: it is alone.
 
     Raises:
         RequantError: Something the user gave cannot be satisfied; one line says what.
@@ -194,7 +194,7 @@ def make_core(loaded: LoadedRank, config: EngineConfig) -> BuiltEngine:
     )
 
 
-def load_rank(config: EngineConfig, team: Team = SOLO) -> LoadedRank:
+def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
     """Load this rank's share of the model, quantized as the recipe says, and allocate its KV cache.
 
     The ranks of a team do so at the same time. The first one leads, with :func:`make_core`; the others' runners follow.
@@ -202,6 +202,7 @@ def load_rank(config: EngineConfig, team: Team = SOLO) -> LoadedRank:
     Raises:
         RequantError: Something the user gave cannot be satisfied; one line says what.
     """
+    team = team or alone(config.parallel)
     planned = plan_model(config, team.ranks)
     plan, model, device = planned.plan, planned.model, planned.plan.device
     first = team.ranks.rank == 0

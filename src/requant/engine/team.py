@@ -51,8 +51,9 @@ class Team:
         return -int(self.ranks.group.all_reduce_max(torch.tensor([-number], device=device)))
 
 
-SOLO = Team(ALONE)
-"""A rank that is alone."""
+def alone(config: ParallelConfig) -> Team:
+    """A rank without others."""
+    return Team(Ranks(deterministic=config.deterministic_tp))
 
 
 @contextmanager

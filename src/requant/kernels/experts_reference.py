@@ -16,13 +16,16 @@ from requant.kernels.table import RowMax, lookup
 class ReferenceExperts:
     """x [T, H], experts [T, k] and their weights → y [T, H], one expert after the other.
 
+    A y in float64 means that the products and the sum are float64 as well.
+
     Both products round once to the model's dtype; the activation in between and the weighted sum, in the order of
     the choices, are float32 and round once as well. A token's result does not depend on the others. Quantized
     weights are dequantized once, to float32 copies that stand beside them.
     """
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> None:
-        self._w13, self._w2 = _dense(weights.w13), _dense(weights.w2)
+        self._sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._w13, self._w2 = (_dense(weight, dtype) for weight in (weights.w13, weights.w2))
         self._weights = weights
         self._activation = weights.w13.format.activation if isinstance(weights.w13, QuantizedStack) else None
         self._act = ACT2FN[weights.activation]
@@ -41,9 +44,9 @@ class ReferenceExperts:
             )
             inner[at, self._weights.lead : self._weights.lead + y.shape[1]] = y
         inner = self._input(inner, self._row_max)  # all at once: what ranks do together does not depend on the choices
-        chosen = x.new_zeros((experts.numel(), self._w2.shape[1]), dtype=torch.float32)
+        chosen = x.new_zeros((experts.numel(), self._w2.shape[1]), dtype=self._sum_dtype)
         for expert, at in pairs:
-            chosen[at] = self._linear(inner[at], self._w2[expert], self._weights.w2_bias, expert).float()
+            chosen[at] = self._linear(inner[at], self._w2[expert], self._weights.w2_bias, expert).to(self._sum_dtype)
         chosen = chosen.view(*experts.shape, self._w2.shape[1])
         out = torch.zeros_like(chosen[:, 0])
         for choice in range(experts.shape[1]):
@@ -64,7 +67,7 @@ class ReferenceExperts:
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         y = self._product(x, weight)
         if bias is not None:
-            y = y.float() + bias[expert].float()
+            y = y.to(self._sum_dtype) + bias[expert].to(self._sum_dtype)
         return y.to(self._dtype)
 
     def _activate(self, inner: Tensor) -> Tensor:
@@ -79,5 +82,8 @@ def experts(weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None =
     return ReferenceExperts(weights, dtype, row_max)
 
 
-def _dense(weight: Tensor | QuantizedStack) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedStack) else weight
+def _dense(weight: Tensor | QuantizedStack, dtype: torch.dtype) -> Tensor:
+    """What is multiplied with: values in float64 for such a result, else in float32, or as they are."""
+    if isinstance(weight, QuantizedStack):
+        return weight.dequantize(torch.float64 if dtype == torch.float64 else torch.float32)
+    return weight.to(torch.float64) if dtype == torch.float64 else weight

@@ -36,15 +36,15 @@ def requantize(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor,
 
 
 class ReferenceLinear:
-    """x [M, K] → y [M, N] with the numbers of the format, and a float32 matrix product.
+    """x [M, K] → y [M, N] with the numbers of the format, and a float32 matrix product, or float64 for such a y.
 
     Attributes:
-        weight: The layout: the dequantized weight, float32 [N, K].
+        weight: The layout: the dequantized weight, [N, K] in the dtype of the product.
         nbytes: Its bytes, beside those of the quantized tensors.
     """
 
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None):
-        self.weight = weight.dequantize()
+        self.weight = weight.dequantize(torch.float64 if dtype == torch.float64 else torch.float32)
         self.nbytes = self.weight.nbytes
         self._activation = weight.format.activation
         self._row_max = row_max
@@ -55,7 +55,7 @@ class ReferenceLinear:
         """Quantize and dequantize the activations as the format says, multiply, round once to the dtype."""
         if self._activation is not None:
             x = dequantize_activation(*quantize_activation(x, self._activation, self._row_max), self._activation)
-        return self._dense(x.float(), self.weight).to(self._dtype)
+        return self._dense(x.to(self.weight.dtype), self.weight).to(self._dtype)
 
 
 def linear(weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None) -> ReferenceLinear:

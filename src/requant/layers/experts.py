@@ -119,16 +119,22 @@ class Experts(QuantizableLayer):
 
     def layout_bytes(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> int:
         """See :meth:`QuantizableLayer.layout_bytes`."""
-        if format is None:
-            return 0
-        sizes = [(self._own_shape(p)[0], len(self._shards(p, format)[0].window)) for p in ("w13", "w2")]
-        return sum(len(self.own_experts) * layout_bytes(device, n, k) for n, k in sizes)
+        e, sum_dtype, total = len(self.own_experts), self._ranks.sum_dtype(dtype), 0
+        for prefix in ("w13", "w2"):
+            n, k = self._own_shape(prefix)
+            k = len(self._shards(prefix, format)[0].window) if format else k
+            if sum_dtype != dtype:
+                total += e * n * k * sum_dtype.itemsize
+            elif format:
+                total += e * layout_bytes(device, n, k)
+        return total
 
     def finish(self) -> None:
         """Ask the kernel table for the forward of this format, which lays the weights out."""
         assert self.w13_weight is not None, "build() comes first"
         b13, b2 = (bias.data if bias is not None else None for bias in (self.w13_bias, self.w2_bias))
         lead = self._shards("w2", self._format)[0].lead if self._format else 0
+        sum_dtype = self._ranks.sum_dtype(self._dtype)
         weights = ExpertWeights(
             self._stack("w13"),
             self._stack("w2"),
@@ -143,7 +149,8 @@ class Experts(QuantizableLayer):
         name = self._format.name if self._format else UNQUANTIZED
         shared = self._format is not None and not self._ranks.expert_parallel
         reduce = row_max(self._format, self._ranks, self._inner_shares, device) if shared and self._format else None
-        self._forward = lookup("experts", name, device.type)(weights, self._dtype, reduce)
+        make = lookup("experts", *((name, device.type) if sum_dtype == self._dtype else ("*", "*")))
+        self._forward = make(weights, sum_dtype, reduce)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """What this rank has of the sum.
@@ -154,7 +161,7 @@ class Experts(QuantizableLayer):
             weights: Theirs, float32 [T, k].
 
         Returns:
-            [T, H].
+            [T, H], in :meth:`Ranks.sum_dtype <requant.parallel.Ranks.sum_dtype>` of the model's dtype.
         """
         return self._forward(x, experts, weights)
 

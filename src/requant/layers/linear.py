@@ -82,7 +82,7 @@ class Linear(QuantizableLayer):
         self._whole_features = in_features
         self._padding = (0, 0)
         self._format: Format | None = None
-        self._dtype = torch.float32
+        self._dtype = self._sum_dtype = torch.float32
         self._forward: Callable[[Tensor], Tensor] = not_finished
 
     def build(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> None:
@@ -95,6 +95,7 @@ class Linear(QuantizableLayer):
         """
         n, k = self.out_features, self.in_features
         self._format, self._dtype, self._forward = format, dtype, not_finished
+        self._sum_dtype = self._choose_sum_dtype(dtype)
         if format is None:
             self.weight, self.weight_scale = empty_parameter((n, k), dtype, device), None
         else:
@@ -108,22 +109,27 @@ class Linear(QuantizableLayer):
 
     def layout_bytes(self, format: Format | None, dtype: torch.dtype, device: torch.device) -> int:
         """See :meth:`QuantizableLayer.layout_bytes`."""
-        return layout_bytes(device, self.out_features, len(self._shards(format)[0].window)) if format else 0
+        n, k = self.out_features, len(self._shards(format)[0].window) if format else self.in_features
+        if self._choose_sum_dtype(dtype) != dtype:
+            return n * k * self._choose_sum_dtype(dtype).itemsize
+        return layout_bytes(device, n, k) if format else 0
 
     def finish(self) -> None:
         """Ask the kernel table for the forward of this format, which lays the weight out."""
         assert self.weight is not None, "build() comes first"
-        weight = self.weight.data
         self._padding = (0, 0)
+        # Sums in another dtype than the model's are the plain reference's business, on every device.
+        plain = self._sum_dtype != self._dtype
+        device = self.weight.device.type
         if self._format is None:
-            dense = lookup("dense", "*", weight.device.type)
-            self._forward = lambda x: dense(x, weight)
+            weight, dense = self.weight.data.to(self._sum_dtype), lookup("dense", "*", "*" if plain else device)
+            self._forward = lambda x: dense(x.to(weight.dtype), weight)
             return
         quantized = self._quantized(self._format)
         window = self._shards(self._format)[0].window
         self._padding = (self.columns.start - window.start, window.stop - self.columns.stop)
-        make = lookup("linear", self._format.name, weight.device.type)
-        self._forward = make(quantized, self._dtype, self._row_max(self._format))
+        make = lookup("linear", *(("*", "*") if plain else (self._format.name, device)))
+        self._forward = make(quantized, self._sum_dtype, self._row_max(self._format))
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] → [..., N], both in the model's dtype."""
@@ -135,6 +141,10 @@ class Linear(QuantizableLayer):
     def _multiply(self, x: Tensor) -> Tensor:
         """X [M, K] → [M, N], without the bias."""
         return self._forward(F.pad(x, self._padding) if any(self._padding) else x)
+
+    def _choose_sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of what :meth:`_multiply` returns."""
+        return dtype
 
     def _row_max(self, format: Format) -> RowMax | None:
         """What makes the largest magnitudes of this rank's input those of the whole; None: they are, or need not be."""

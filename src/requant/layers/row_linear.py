@@ -42,13 +42,19 @@ class RowLinear(Linear):
         self._reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's x [..., K] → [..., N], the same on every rank; or, without ``reduce``, a part of the sum."""
+        """This rank's x [..., K] → [..., N], the same on every rank; or, without ``reduce``, a part of the sum.
+
+        That part is in :meth:`Ranks.sum_dtype <requant.parallel.Ranks.sum_dtype>`.
+        """
         y = self._multiply(x.reshape(-1, self.in_features))
         if self._reduce:
-            y = self._ranks.sum(y)
+            y = self._ranks.sum(y).to(self._dtype)
         if self.bias is not None and (self._reduce or self._ranks.rank == 0):
             y = y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _choose_sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._ranks.sum_dtype(dtype)
 
     def _row_max(self, format: Format) -> RowMax | None:
         assert self.weight is not None

@@ -44,4 +44,4 @@ class SparseMlp(nn.Module):
         out = self.experts(hidden, chosen, weights)
         if self.shared_experts is not None:
             out = out + self.shared_experts(hidden)
-        return self._ranks.sum(out)
+        return self._ranks.sum(out).to(hidden.dtype)

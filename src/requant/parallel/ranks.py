@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from requant.errors import ConfigError
@@ -16,7 +17,8 @@ class Ranks:
     Attributes:
         group: The ranks.
         expert_parallel: Each rank has whole experts, and not a share of every expert.
-        deterministic: The scale of an activation that is spread over the ranks is that of the whole row.
+        deterministic: The scale of an activation that is spread over the ranks is that of the whole row, and a float32
+            model's sums over the ranks are float64 until they are complete: their number changes no rounding.
     """
 
     group: Group = field(default_factory=Position)
@@ -50,6 +52,10 @@ class Ranks:
         if size < self.size:
             raise ConfigError(f"-tp is {self.size}; accepted for this model: at most {size}, its {what}")
         return tuple(split(size, self.size, rank) for rank in range(self.size))
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What sums over the ranks are made in, for a model in ``dtype``; a single rank's own sums as well."""
+        return torch.float64 if self.deterministic and dtype == torch.float32 else dtype
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``, which is overwritten."""
