@@ -6,10 +6,12 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     Quantize ``weight`` [N, K] (bf16, fp16 or fp32, contiguous, finite values) into the preallocated ``data`` and
     ``scale`` (contiguous views of the final parameter, shapes as the format says). Bit for bit the reference.
 
-``linear(weight: QuantizedTensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]``
+``linear(weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None) -> Callable[[Tensor], Tensor]``
     Called once after loading: does the layout that its GEMM needs and returns the forward
     x [M, K] (``dtype``) → y [M, N] (``dtype``), activations quantized as ``format.activation`` says. The
-    forward must be safe to capture in a CUDA graph.
+    forward must be safe to capture in a CUDA graph. ``row_max``, where x is one rank's share of a token's features: is
+    given the largest magnitudes of the features that share a scale, float32 [M, G], and returns those of all ranks.
+    A ``dtype`` of float64 asks the reference for a product in float64.
 
 ``requantize(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor, scale: Tensor, bad: Tensor) -> None``
     Of a ``per_block_fp8`` weight, ``codes`` [N, K] and ``codes_scale`` float32 [⌈N/128⌉, ⌈K/128⌉], both contiguous:
@@ -17,11 +19,13 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     and quantize into ``data`` and ``scale`` as above, whose contents are undefined if any was not. In one pass over
     the device's memory, without a bfloat16 copy, where a kernel does it.
 
-``experts(weights: ExpertWeights, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], Tensor]``
+``experts(weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> Callable[..., Tensor]``
     Called once after loading, as ``linear``; returns the forward of a fused MoE: x [T, H] (``dtype``), chosen experts
     int64 [T, k], their weights float32 [T, k] → [T, H] (``dtype``), the weighted sum of the chosen experts' outputs.
     Inputs of both products are quantized as ``format.activation`` says, a token's independently of all others. Weights
-    in the model's dtype are looked up as ``"none"``. Safe to capture in a CUDA graph on a GPU.
+    in the model's dtype are looked up as ``"none"``. Safe to capture in a CUDA graph on a GPU. Of experts that are not
+    here (``ExpertWeights.here``) a token gets exactly nothing. ``row_max`` is asked once a forward, for the inputs of the
+    second product of all (token, choice) pairs; those of the first are whole.
 
 ``dense(x: Tensor, weight: Tensor) -> Tensor``
     x [M, K] · ``weight`` [N, K] transposed → [M, N], floating point, unquantized. Looked up as ``"*"``.

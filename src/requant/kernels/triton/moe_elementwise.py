@@ -120,7 +120,7 @@ def _combine_kernel(
         inside = cols < hidden
         if SOME:
             expert = tl.load(ids_ptr + pair) - first
-            inside = inside & (expert >= 0) & (expert < count)
+            inside = cols < tl.where((expert >= 0) & (expert < count), hidden, 0)
         y = tl.load(y_ptr + pair * hidden + cols, mask=inside, other=0.0)
         part = y.to(tl.float32) * tl.load(weight_ptr + pair)
         acc += tl.where(inside, part, 0.0) if SOME else part
