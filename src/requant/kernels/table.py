@@ -24,8 +24,8 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     int64 [T, k], their weights float32 [T, k] → [T, H] (``dtype``), the weighted sum of the chosen experts' outputs.
     Inputs of both products are quantized as ``format.activation`` says, a token's independently of all others. Weights
     in the model's dtype are looked up as ``"none"``. Safe to capture in a CUDA graph on a GPU. Of experts that are not
-    here (``ExpertWeights.here``) a token gets exactly nothing. ``row_max`` is asked once a forward, for the inputs of the
-    second product of all (token, choice) pairs; those of the first are whole.
+    here (``ExpertWeights.here``) a token gets exactly nothing. ``row_max`` is asked once a forward, for the inputs of
+    the second product of all (token, choice) pairs; those of the first are whole.
 
 ``dense(x: Tensor, weight: Tensor) -> Tensor``
     x [M, K] · ``weight`` [N, K] transposed → [M, N], floating point, unquantized. Looked up as ``"*"``.
