@@ -86,11 +86,10 @@ def rank_device(config: ParallelConfig, rank: int) -> torch.device:
     Raises:
         ConfigError: There is none.
     """
-    there = torch.cuda.device_count()
+    there, size = torch.cuda.device_count(), config.tensor_parallel_size
     if config.device == "cpu" or (config.device == "auto" and not there):
         return torch.device("cpu")
-    size = config.tensor_parallel_size
     if there < size:
-        accepted = f"at most {there}" if there else "1 with --device cpu"
-        raise ConfigError(f"-tp is {size}, and torch sees {there} GPUs; accepted here: {accepted}, or --device cpu")
+        accepted = f"at most {there}, or --device cpu" if there else "--device cpu"
+        raise ConfigError(f"-tp is {size}, and torch sees {there} GPUs; accepted here: {accepted}")
     return torch.device("cuda", rank)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -180,26 +180,10 @@ def _extent(step: Step, start: int, stop: int) -> Extent:
 
 
 def _fill(plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, progress: Progress | None) -> None:
-    """Place every chunk as it arrives, in whatever order, but for those that have one."""
+    """Place every chunk as it arrives."""
     info: TensorInfo | None = None
-    ordered = deque(index for index, chunk in enumerate(chunks) if chunk.ordered)
-    early: dict[int, Tensor] = {}
     try:
-        for _ in chunks:
-            while not (ordered and ordered[0] in early):
-                arrived = reader.poll()
-                while arrived is None and lane.reclaim():
-                    arrived = reader.poll()
-                index, slab = arrived or reader.wait()
-                if not chunks[index].ordered or index == ordered[0]:
-                    break
-                early[index] = slab
-            else:
-                index = ordered[0]
-                slab = early.pop(index)
-            chunk = chunks[index]
-            if chunk.ordered:
-                ordered.popleft()
+        for chunk, slab in _arrivals(chunks, reader, lane):
             info = chunk.extent.tensor
             with lane.chunk(slab, chunk.extent.nbytes, timed=chunk.timed) as source:
                 chunk.place(source)
@@ -214,6 +198,35 @@ def _fill(plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, prog
             raise ConfigError(f"the memory of {plan.device} ran out while loading, {where}") from error
         error.add_note(f"loading stopped {where}")
         raise
+
+
+def _arrivals(chunks: Sequence[_Chunk], reader: Reader, lane: Lane) -> Iterator[tuple[_Chunk, Tensor]]:
+    """Chunks with their slabs, in whatever order they arrive, but the ordered ones among them in theirs.
+
+    One that comes too early keeps its slab meanwhile; the one that it waits for has a slab, too, or is placed already:
+    the reader gives them out in order.
+    """
+    ordered = deque(index for index, chunk in enumerate(chunks) if chunk.ordered)
+    early: dict[int, Tensor] = {}
+    for _ in chunks:
+        if ordered and ordered[0] in early:
+            index = ordered.popleft()
+            yield chunks[index], early.pop(index)
+            continue
+        index, slab = _next_slab(reader, lane)
+        while chunks[index].ordered and index != ordered[0]:
+            early[index] = slab
+            index, slab = _next_slab(reader, lane)
+        if chunks[index].ordered:
+            ordered.popleft()
+        yield chunks[index], slab
+
+
+def _next_slab(reader: Reader, lane: Lane) -> tuple[int, Tensor]:
+    arrived = reader.poll()
+    while arrived is None and lane.reclaim():
+        arrived = reader.poll()
+    return arrived or reader.wait()
 
 
 def _finish(plan: Plan, model: nn.Module) -> float:
