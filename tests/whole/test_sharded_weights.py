@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import requant
+from requant.errors import CheckpointError
 from requant.layers.embedding import OutputHead
 from requant.layers.experts import Experts
 from requant.layers.latent import LatentProjection
@@ -318,3 +319,15 @@ def check_partition(spec: Kind) -> None:
                         if piece.tensor == name:
                             covered[piece.rows.start : piece.rows.stop, piece.columns.start : piece.columns.stop] = True
             assert covered.all()
+
+
+@pytest.mark.parametrize("run_bytes", [16 * 1024, 1])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_nan_in_one_ranks_share_is_an_error(format, run_bytes, tmp_path):
+    spec = row(40, 512)
+    write(tmp_path, spec, "bf16")
+    weight = source((40, 512), 0).clone()
+    weight[3, 500] = torch.nan
+    save_file({"m.down.weight": weight}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor m.down.weight of .*: 1 of \d+ values are NaN or Inf"):
+        load_ranks(tmp_path, spec, 4, format, "bf16", False, run_bytes, "cpu")

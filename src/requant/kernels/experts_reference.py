@@ -72,8 +72,8 @@ class ReferenceExperts:
 
     def _activate(self, inner: Tensor) -> Tensor:
         if not self._weights.gated:
-            return self._act(inner.float()).to(self._dtype)
-        gate, up = inner.float().chunk(2, dim=-1)
+            return self._act(inner.to(self._sum_dtype)).to(self._dtype)
+        gate, up = inner.to(self._sum_dtype).chunk(2, dim=-1)
         return (self._act(gate) * up).to(self._dtype)
 
 

@@ -43,11 +43,14 @@ class Mlp(nn.Module):
         shares = ranks.shares(inner_size, what)
         self.down_proj = RowLinear(f"{name}.down_proj", inner_size, hidden_size, ranks, shares, bias, reduce)
         self.act_fn = ACT2FN[activation]
+        self._ranks = ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, H] → [T, H]."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(self.act_fn(gate) * up)
+        # A processor takes some features of a row eight at a time and the last ones singly, with another last bit.
+        activated = self.act_fn(gate.to(self._ranks.sum_dtype(gate.dtype)))
+        return self.down_proj(activated.to(up.dtype) * up)
 
 
 def check_activation(name: str) -> None:
