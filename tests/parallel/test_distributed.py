@@ -4,7 +4,7 @@ import multiprocessing
 
 import pytest
 import torch
-from requant_ranks import collectives
+from requant_ranks import collectives, collectives_in_a_graph
 
 from requant.engine.seat import listen
 
@@ -43,3 +43,21 @@ def test_the_collectives(size: int) -> None:
 def test_a_port_that_is_taken() -> None:
     with listen(None) as first, pytest.raises(OSError, match="in use"):
         listen(first.getsockname()[1])
+
+
+@pytest.mark.gpu
+def test_nccl_in_a_cuda_graph() -> None:
+    context = multiprocessing.get_context("spawn")
+    listener = listen(None)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=collectives_in_a_graph, args=(listener.getsockname()[1], listener, sender), daemon=True
+    )
+    process.start()
+    try:
+        assert receiver.poll(120), "the rank does not answer"
+        assert receiver.recv() == [14.0, 8.0, 21.0, 35.0]
+    finally:
+        process.join(30)
+        process.kill()
+    assert process.exitcode == 0

@@ -107,3 +107,31 @@ def collectives(rank: int, size: int, port: int, listener: Any, result: Connecti
         gathered = group.all_gather(torch.full((2, rank + 1), float(rank)), [r + 1 for r in range(size)])
         empty = group.all_gather(torch.zeros(0, rank + 1), [r + 1 for r in range(size)])
         result.send((group.rank, group.size, len(calls), summed, largest, gathered, empty.shape))
+
+
+def collectives_in_a_graph(port: int, listener: Any, result: Connection) -> None:
+    """The only rank of a GPU: every collective of NCCL captured in a CUDA graph, and replayed on new values."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    with connected(0, 1, port, device, listener) as group:
+        x, y, z = (torch.ones(4, 6, device=device) for _ in range(3))
+        wide = torch.ones(4, 6, device=device, dtype=torch.float64)
+
+        def step() -> tuple[Tensor, ...]:
+            return (
+                group.all_reduce_sum(x * 2),
+                group.all_reduce_max(y + 1),
+                group.all_gather(z * 3, [6]),
+                group.all_reduce_sum(wide * 5),
+            )
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outputs = step()
+        for tensor in (x, y, z, wide):
+            tensor.fill_(7)
+        graph.replay()
+        torch.cuda.synchronize()
+        result.send([float(output.unique().item()) for output in outputs])
