@@ -5,6 +5,7 @@ groups (the window), with code 0 for those of others, since a kernel counts grou
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, prod
 
 import torch
@@ -31,7 +32,7 @@ class Shard:
     rows: range
     columns: range
 
-    @property
+    @cached_property
     def window(self) -> range:
         """The columns that are stored."""
         return self.format.column_window(self.columns, self.shape[1])
@@ -46,7 +47,7 @@ class Shard:
         """See :class:`~requant.formats.base.QuantizedTensor`."""
         return self.rows.start % self.format.group[0]
 
-    @property
+    @cached_property
     def data_shape(self) -> tuple[int, int]:
         """Shape of the stored codes."""
         return self.format.data_shape(len(self.rows), len(self.window))
@@ -56,12 +57,12 @@ class Shard:
         """Shape of the stored scales."""
         return len(self.scale_rows), len(self.scale_columns)
 
-    @property
+    @cached_property
     def scale_rows(self) -> range:
         """The rows of the whole matrix's scales that are stored."""
         return touched(self.rows, self.format.group[0])
 
-    @property
+    @cached_property
     def scale_columns(self) -> range:
         """The columns of the whole matrix's scales that are stored."""
         group = self.format.group[1]

@@ -1,6 +1,7 @@
 """The plan: what loading will do, decided before a weight is read. Made by :func:`requant.loading.make_plan`."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, prod
 from typing import Any
 
@@ -61,13 +62,13 @@ class Step:
         """Whether values are computed: quantized or dequantized, not only copied or cast."""
         return self.source != self.format
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row of the tensor; rows are counted as :class:`~requant.parallel.Placement` says."""
         leading = self.tensor.shape[: len(self.tensor.shape) - len(self.placement.shape) + 1]
         return self.tensor.nbytes // max(prod(leading), 1)
 
-    @property
+    @cached_property
     def run_bytes(self) -> int:
         """Bytes that are read of each row."""
         return self._column_bytes(len(self.columns))
@@ -96,7 +97,7 @@ class Step:
         """Whether some columns are not read, so that each row is a run of its own in the file."""
         return self.run_bytes < self.row_bytes
 
-    @property
+    @cached_property
     def shard(self) -> Shard | None:
         """How the parameter stores what this rank has; None: unquantized."""
         if self.format is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,17 +43,17 @@ class Placement:
     rows: range | None = None
     columns: range | None = None
 
-    @property
+    @cached_property
     def own_rows(self) -> range:
         """This rank's rows of ``shape``."""
         return range(self.shape[0]) if self.rows is None else self.rows
 
-    @property
+    @cached_property
     def own_columns(self) -> range:
         """This rank's columns of a matrix."""
         return range(self.shape[1]) if self.columns is None else self.columns
 
-    @property
+    @cached_property
     def own_shape(self) -> tuple[int, ...]:
         """Shape of what this rank has."""
         if len(self.shape) < 2:
