@@ -106,7 +106,9 @@ def collectives(rank: int, size: int, port: int, listener: Any, result: Connecti
         # As many columns as the rank's number and one more, each with the rank's number.
         gathered = group.all_gather(torch.full((2, rank + 1), float(rank)), [r + 1 for r in range(size)])
         empty = group.all_gather(torch.zeros(0, rank + 1), [r + 1 for r in range(size)])
-        result.send((group.rank, group.size, len(calls), summed, largest, gathered, empty.shape))
+        # As numbers: a tensor would be shared by a process that may be gone before it is looked at.
+        values = summed.tolist(), largest.tolist(), gathered.tolist(), tuple(empty.shape)
+        result.send((group.rank, group.size, len(calls), *values))
 
 
 def collectives_in_a_graph(port: int, listener: Any, result: Connection) -> None:
