@@ -102,7 +102,7 @@ class ParallelConfig:
         "the scales of the whole row, and sums over devices are float64 (slow)",
     )
     port: int | None = option(None, "rendezvous port of the tensor-parallel workers, not of HTTP (default: a free one)")
-    worker_timeout: int = option(30, "seconds that one device may fall behind the others before the engine fails")
+    worker_timeout: int = option(20, "seconds that one device may fall behind the others before the engine fails")
 
     def __post_init__(self) -> None:
         """Refuse what no machine has."""
