@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from requant.engine.config import EngineConfig
 from requant.engine.interface import Core, CoreFactory, ModelFacts, resolve
@@ -115,12 +115,8 @@ def run_core(
             _serve(built.core, connection, inbox)
     except BrokenPipeError:
         return
-    except RequantError as error:
-        connection.send(Failed(str(error), for_user=True))
-        sys.exit(2)
     except Exception as error:
-        connection.send(failed(error, logger))
-        sys.exit(1)
+        give_up(connection, error)
 
 
 def _joined(seat: Seat | None, config: EngineConfig) -> "AbstractContextManager[Team | None]":
@@ -133,8 +129,21 @@ def _joined(seat: Seat | None, config: EngineConfig) -> "AbstractContextManager[
     return join(seat, config.parallel)
 
 
-def failed(error: Exception, logger: logging.Logger) -> Failed:
-    """The last word of a process that failed; the log has the rest, unless it failed only because a peer is gone."""
+def give_up(connection: Connection, error: Exception) -> NoReturn:
+    """Say the last word of a process that failed, and end it: with exit code 2 where the user can mend it, else 1.
+
+    The log has the traceback of a defect, unless it failed only because a peer is gone.
+    """
+    if isinstance(error, RequantError):
+        connection.send(Failed(str(error), for_user=True))
+        sys.exit(2)
+    connection.send(_failed(error))
+    sys.exit(1)
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, EOFError):
+        return Failed("rank 0 is gone", for_user=False, consequence=True)
     message = f"{type(error).__name__}: {one_line(error)}"
     consequence = isinstance(error, OSError | RuntimeError) and any(sign in str(error) for sign in _PEER_GONE)
     if consequence:

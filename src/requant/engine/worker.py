@@ -1,18 +1,13 @@
 """A rank that follows: it computes what rank 0 announces, and has neither requests nor a scheduler."""
 
-import logging
 import signal
-import sys
 import threading
 from multiprocessing.connection import Connection
 
 from requant.engine.config import EngineConfig
-from requant.engine.core_process import Failed, exit_with_parent, failed
+from requant.engine.core_process import exit_with_parent, give_up
 from requant.engine.logs import configure_logging
 from requant.engine.seat import Seat
-from requant.errors import RequantError
-
-logger = logging.getLogger(__name__)
 
 
 def run_worker(connection: Connection, config: EngineConfig, seat: Seat) -> None:
@@ -29,15 +24,8 @@ def run_worker(connection: Connection, config: EngineConfig, seat: Seat) -> None
     threading.Thread(target=exit_with_parent, args=(connection,), daemon=True).start()
     try:
         _follow(config, seat)
-    except EOFError:
-        connection.send(Failed("rank 0 is gone", for_user=False, consequence=True))
-        sys.exit(1)
-    except RequantError as error:
-        connection.send(Failed(str(error), for_user=True))
-        sys.exit(2)
     except Exception as error:
-        connection.send(failed(error, logger))
-        sys.exit(1)
+        give_up(connection, error)
 
 
 def _follow(config: EngineConfig, seat: Seat) -> None:
