@@ -1,5 +1,6 @@
 """Every op of the kernel table in plain torch, for any format and device: the contract, and the CPU's path."""
 
+from collections.abc import Sequence
 from math import ceil
 
 import torch
@@ -18,6 +19,15 @@ def quantize(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> Non
     codes, scales = format.quantize(weight)
     data.copy_(codes)
     scale.copy_(scales)
+
+
+def quantize_many(
+    format: Format, weights: Sequence[Tensor], data: Sequence[Tensor], scale: Sequence[Tensor], bad: Sequence[Tensor]
+) -> None:
+    """:func:`quantize` one matrix after the other, counting values that are not finite."""
+    for weight, codes, scales, count in zip(weights, data, scale, bad, strict=True):
+        count += count_nonfinite(weight)
+        quantize(format, weight, codes, scales)
 
 
 def requantize(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor, scale: Tensor, bad: Tensor) -> None:

@@ -6,6 +6,11 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     Quantize ``weight`` [N, K] (bf16, fp16 or fp32, contiguous, finite values) into the preallocated ``data`` and
     ``scale`` (contiguous views of the final parameter, shapes as the format says). Bit for bit the reference.
 
+``quantize_many(format, weights: list[Tensor], data: list[Tensor], scale: list[Tensor], bad: list[Tensor]) -> None``
+    ``quantize`` for several matrices of one shape [N, K] and dtype, K a multiple of 32, all at addresses that are
+    multiples of 16 (scales at those of their dtype), which also adds the number of each matrix's values that are not
+    finite to its ``bad`` (int64 []); codes and scales are undefined if there are any.
+
 ``linear(weight: QuantizedTensor, dtype: torch.dtype, row_max: RowMax | None = None) -> Callable[[Tensor], Tensor]``
     Called once after loading: does the layout that its GEMM needs and returns the forward
     x [M, K] (``dtype``) → y [M, N] (``dtype``), activations quantized as ``format.activation`` says. The
@@ -59,6 +64,10 @@ RowMax = Callable[[Tensor], Tensor]
 # (op, format, device type): "module:function"; "*" matches every format or device. The most specific row wins.
 _ROWS: dict[tuple[str, str, str], str] = {
     ("quantize", "*", "*"): "requant.kernels.reference:quantize",
+    ("quantize_many", "*", "*"): "requant.kernels.reference:quantize_many",
+    ("quantize_many", "ptpc_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_ptpc_many",
+    ("quantize_many", "per_block_fp8", "cuda"): "requant.kernels.triton.quantize_fp8:quantize_per_block_many",
+    ("quantize_many", "mxfp4", "cuda"): "requant.kernels.triton.quantize_mxfp4:quantize_mxfp4_many",
     ("requantize", "*", "*"): "requant.kernels.reference:requantize",
     ("requantize", "ptpc_fp8", "cuda"): "requant.kernels.triton.requantize:requantize_ptpc",
     ("requantize", "mxfp4", "cuda"): "requant.kernels.triton.requantize:requantize_mxfp4",

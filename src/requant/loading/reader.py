@@ -21,7 +21,7 @@ class Extent:
     """Some bytes of one tensor: consecutive ones, or runs of the same length at the same distance.
 
     Attributes:
-        tensor: The tensor.
+        tensor: The tensor; of several behind each other, the first one.
         begin: Offset of the first byte within the tensor.
         run: Bytes of a run.
         runs: How many runs.
@@ -33,6 +33,17 @@ class Extent:
     run: int
     runs: int = 1
     stride: int = 0
+
+    @property
+    def position(self) -> int:
+        """Offset of the first byte within the file."""
+        return self.tensor.start + self.begin
+
+    @property
+    def what(self) -> str:
+        """What is read, for messages."""
+        more = self.runs == 1 and self.begin + self.run > self.tensor.nbytes
+        return f"tensor {self.tensor.name}{' or those behind it' if more else ''}"
 
     @property
     def nbytes(self) -> int:
@@ -189,16 +200,14 @@ class Reader:
             descriptor = self._open(info.file)
             for run in range(extent.runs):
                 target = memory[run * extent.run : (run + 1) * extent.run]
-                position = info.start + extent.begin + run * extent.stride
+                position = extent.position + run * extent.stride
                 while target:
                     count = os.preadv(descriptor, [target], position)
                     if count == 0:
-                        raise CheckpointError(f"{info.file} is truncated: it ends within tensor {info.name}")
+                        raise CheckpointError(f"{info.file} is truncated: it ends within {extent.what}")
                     target, position = target[count:], position + count
         except OSError as error:
-            raise CheckpointError(
-                f"cannot read tensor {info.name} of {info.file}: {error.strerror or error}"
-            ) from error
+            raise CheckpointError(f"cannot read {extent.what} of {info.file}: {error.strerror or error}") from error
 
     def _open(self, file: Path) -> int:
         with self._lock:

@@ -6,21 +6,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from math import lcm
 
 import torch
 from torch import Tensor, nn
 
 from requant.errors import ConfigError, RequantError
+from requant.loading.chunks import Chunk, Piece, scale_chunks, weight_chunks
 from requant.loading.headers import TensorInfo
 from requant.loading.lanes import Lane, make_lane
-from requant.loading.plan import Plan, Step
+from requant.loading.plan import Plan
 from requant.loading.progress import Progress
 from requant.loading.protocols import PlainModule, QuantizableModule
-from requant.loading.reader import Extent, Reader, SlabPool
+from requant.loading.reader import Reader, SlabPool
 from requant.loading.targets import Targets
-from requant.parallel.placement import row_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -71,23 +69,6 @@ class LoadResult:
     bytes_sent: int = 0
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Bytes that are placed at once, and by what.
-
-    Attributes:
-        extent: What is read.
-        place: Takes it, on the device.
-        timed: Whether placing it counts as quantization.
-        ordered: Whether placing it is something that all ranks do together, and therefore in one order.
-    """
-
-    extent: Extent
-    place: Callable[[Tensor], None]
-    timed: bool = False
-    ordered: bool = False
-
-
 def load(
     plan: Plan, model: nn.Module, *, progress: Progress | None = None, staging: Staging | None = None
 ) -> LoadResult:
@@ -113,14 +94,14 @@ def load(
     with torch.no_grad():
         _build(plan, model)
         targets = Targets(plan, model)
-        phases = _scale_chunks(plan, targets), _weight_chunks(plan, targets, staging.slab_bytes)
+        phases = scale_chunks(plan), weight_chunks(plan, staging.slab_bytes)
         largest = max((chunk.extent.nbytes for chunks in phases for chunk in chunks), default=0)
         pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
         lane = make_lane(plan.device, pool.release)
         with progress or nullcontext():
-            for chunks in filter(None, phases):
+            for chunks, place in zip(phases, (targets.fill_scales, targets.fill), strict=True):
                 with Reader([chunk.extent for chunk in chunks], pool, staging.threads) as reader:
-                    _fill(plan, chunks, reader, lane, progress)
+                    _fill(plan, chunks, place, reader, lane, progress)
         elapsed = lane.finish()
         targets.check_finite()
         elapsed += _finish(plan, model)
@@ -146,47 +127,21 @@ def _build(plan: Plan, model: nn.Module) -> None:
         raise ConfigError(f"the memory of {plan.device} ran out while the model's parameters were made") from error
 
 
-def _scale_chunks(plan: Plan, targets: Targets) -> list[_Chunk]:
-    """The checkpoint's scales, in the order of files and offsets; they are small and never cut."""
-    chunks = [
-        _Chunk(Extent(step.part.tensor, step.part.begin, step.part.nbytes), partial(targets.fill_scale, index))
-        for index, step in enumerate(plan.scales)
-    ]
-    return sorted(chunks, key=lambda c: (str(c.extent.tensor.file), c.extent.tensor.start + c.extent.begin))
-
-
-def _weight_chunks(plan: Plan, targets: Targets, limit: int) -> list[_Chunk]:
-    """Everything else, in pieces that can be placed by themselves."""
-    chunks = []
-    for index, step in enumerate(plan.steps):
-        formats = [format for format in (step.source, step.format) if format and step.converts]
-        align = lcm(*(format.group[0] for format in formats))
-        # What all ranks do together is cut in the same way on all, whatever each has of a row.
-        row_bytes = step.row_bytes if step.together else step.run_bytes
-        for start, stop in row_chunks(step.rows.start, step.rows.stop, row_bytes, limit, align):
-            chunks.append(
-                _Chunk(
-                    _extent(step, start, stop), partial(targets.fill, index, start, stop), step.converts, step.together
-                )
-            )
-    return chunks
-
-
-def _extent(step: Step, start: int, stop: int) -> Extent:
-    """The bytes of some rows of a step."""
-    if step.cut:
-        return Extent(step.tensor, step.offset(start), step.run_bytes, stop - start, step.row_bytes)
-    return Extent(step.tensor, step.offset(start), (stop - start) * step.run_bytes)
-
-
-def _fill(plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, progress: Progress | None) -> None:
-    """Place every chunk as it arrives."""
+def _fill(
+    plan: Plan,
+    chunks: Sequence[Chunk],
+    place: Callable[[Sequence[Piece], Tensor], None],
+    reader: Reader,
+    lane: Lane,
+    progress: Progress | None,
+) -> None:
+    """Let ``place`` take every chunk as it arrives: its pieces, and its bytes on the device."""
     info: TensorInfo | None = None
     try:
         for chunk, slab in _arrivals(chunks, reader, lane):
             info = chunk.extent.tensor
             with lane.chunk(slab, chunk.extent.nbytes, timed=chunk.timed) as source:
-                chunk.place(source)
+                place(chunk.pieces, source)
             del source  # its memory on the device takes the next chunk
             if progress:
                 progress.advance(chunk.extent.nbytes, info.name)
@@ -200,7 +155,7 @@ def _fill(plan: Plan, chunks: Sequence[_Chunk], reader: Reader, lane: Lane, prog
         raise
 
 
-def _arrivals(chunks: Sequence[_Chunk], reader: Reader, lane: Lane) -> Iterator[tuple[_Chunk, Tensor]]:
+def _arrivals(chunks: Sequence[Chunk], reader: Reader, lane: Lane) -> Iterator[tuple[Chunk, Tensor]]:
     """Chunks with their slabs, in whatever order they arrive, but the ordered ones among them in theirs.
 
     One that comes too early keeps its slab meanwhile; the one that it waits for has a slab, too, or is placed already:

@@ -1,6 +1,7 @@
 """The end of a weight's way: from bytes on the device into its slice of a final parameter."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -9,26 +10,34 @@ import torch
 from torch import Tensor, nn
 
 from requant.errors import CheckpointError
-from requant.formats import count_nan_codes, count_nonfinite
+from requant.formats import Format, count_nan_codes, count_nonfinite
 from requant.formats.fp8 import quantize_rows, row_maxima
 from requant.formats.mxfp4 import e8m0_to_float32
 from requant.formats.shard import Shard, touched
 from requant.kernels.table import lookup
+from requant.loading.chunks import Piece
 from requant.loading.plan import Plan, Step
 from requant.loading.sources import SOURCE_DTYPES
 
 _E8M0_NAN = 255
+# What the kernel table's ``quantize_many`` asks of columns and addresses.
+_MANY = 32
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a step's rectangle goes: views of the parameter and of its scales, and the scales it comes with."""
+    """Where a step's rectangle goes: views of the parameter and of its scales, and the scales it comes with.
+
+    ``simple``: it is quantized as it is into its final place by a kernel that does so for several at once.
+    """
 
     step: Step
     shard: Shard | None
     data: Tensor
     scale: Tensor | None
     source_scale: Tensor | None
+    simple: bool = False
 
 
 class Targets:
@@ -49,13 +58,16 @@ class Targets:
         self.bytes_sent = 0
         self._scale_steps = plan.scales
         self._scales = _scale_targets(plan, modules)
-        self._targets = [_target(step, modules[step.module], self._scales) for step in plan.steps]
+        self._targets = [_target(step, modules[step.module], self._scales, plan.device) for step in plan.steps]
         # One counter a step, on the device: they are read once, at the end, instead of waiting for each tensor.
         self._bad = torch.zeros(len(plan.steps), dtype=torch.int64, device=plan.device)
+        self._counters = self._bad.unbind()
         self._bad_scales = torch.zeros(len(plan.scales), dtype=torch.int64, device=plan.device)
 
-    def fill_scale(self, index: int, source: Tensor) -> None:
+    def fill_scales(self, pieces: Sequence[Piece], source: Tensor) -> None:
         """Put the scales of one step of ``plan.scales``, bytes on the device, where they belong."""
+        (piece,) = pieces
+        index = piece.index
         target, step = self._scales[index], self._scale_steps[index]
         dtype, columns = step.part.tensor.dtype, slice(step.columns.start, step.columns.stop)
         if target.dtype == torch.uint8:
@@ -66,15 +78,39 @@ class Targets:
         target.copy_(values.view(step.part.shape)[:, columns])
         self._bad_scales[index] += count_nonfinite(target)
 
-    def fill(self, index: int, start: int, stop: int, source: Tensor) -> None:
-        """Put a piece of one tensor into its parameter: cast, quantized, as it is, or dequantized first.
+    def fill(self, pieces: Sequence[Piece], source: Tensor) -> None:
+        """Put pieces of tensors into their parameters: cast, quantized, as they are, or dequantized first.
 
         Args:
-            index: Of the step.
-            start: First row of the matrix that is there (first element of a vector).
-            stop: The row behind its last.
-            source: The bytes of these rows, of the step's columns: uint8 on the device, which may be overwritten.
+            pieces: What is there.
+            source: Their bytes, of the steps' columns: uint8 on the device, which may be overwritten.
         """
+        batches: dict[tuple[Format, torch.dtype, int, int], list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            kind = self._kind(piece)
+            if kind is None:
+                self._fill(piece.index, piece.start, piece.stop, source[piece.offset : piece.offset + piece.nbytes])
+            else:
+                batches[kind].append(piece)
+        for (format, dtype, n, k), batch in batches.items():
+            # All columns of the result are views, which is what Python's time goes to here.
+            weights = [source[p.offset : p.offset + p.nbytes].view(dtype).view(n, k) for p in batch]
+            data = [self._own_rows(self._targets[p.index], p.start, p.stop) for p in batch]
+            scale = [self._own_scales(self._targets[p.index], p.start, p.stop) for p in batch]
+            bad = [self._counters[p.index] for p in batch]
+            lookup("quantize_many", format.name, self._device.type)(format, weights, data, scale, bad)
+
+    def _kind(self, piece: Piece) -> tuple[Format, torch.dtype, int, int] | None:
+        """What a piece has in common with those that one launch can quantize; None: it is placed by itself."""
+        target = self._targets[piece.index]
+        step, own = target.step, target.step.placement.own_rows
+        if not target.simple or piece.start < own.start or piece.stop > own.stop:
+            return None
+        assert step.format is not None
+        return step.format, SOURCE_DTYPES[step.tensor.dtype], piece.stop - piece.start, len(step.columns)
+
+    def _fill(self, index: int, start: int, stop: int, source: Tensor) -> None:
+        """Put rows ``start`` to ``stop`` of a step's matrix (elements of a vector) into its parameter."""
         target = self._targets[index]
         step = target.step
         if step.source is None and step.format is None:
@@ -131,6 +167,14 @@ class Targets:
         own = target.step.placement.own_rows
         return target.data[max(start, own.start) - own.start : min(stop, own.stop) - own.start]
 
+    def _own_scales(self, target: _Target, start: int, stop: int) -> Tensor:
+        """The parameter's rows of scales of the blocks that these rows are in."""
+        own, shard = target.step.placement.own_rows, target.shard
+        assert shard is not None
+        assert target.scale is not None
+        blocks = touched(range(max(start, own.start), min(stop, own.stop)), shard.format.group[0])
+        return target.scale[blocks.start - shard.scale_rows.start : blocks.stop - shard.scale_rows.start]
+
     def _convert(self, index: int, start: int, stop: int, source: Tensor) -> None:
         """Dequantize, and quantize anew unless the parameter is unquantized."""
         target = self._targets[index]
@@ -167,12 +211,10 @@ class Targets:
         """
         step, shard = target.step, target.shard
         assert shard is not None
-        assert target.scale is not None
         own, rows = step.placement.own_rows, shard.format.group[0]
         kept = range(max(start, own.start), min(stop, own.stop))
         blocks = touched(kept, rows)
-        data = self._own_rows(target, start, stop)
-        scale = target.scale[blocks.start - shard.scale_rows.start : blocks.stop - shard.scale_rows.start]
+        data, scale = self._own_rows(target, start, stop), self._own_scales(target, start, stop)
         if kept == range(start, stop) and step.columns == shard.columns:
             write(data, scale)
             return
@@ -218,7 +260,7 @@ def _own(step: Step, start: int, stop: int, values: Tensor) -> Tensor:
     return values[:, first : first + len(step.placement.columns)]
 
 
-def _target(step: Step, module: nn.Module, scales: list[Tensor]) -> _Target:
+def _target(step: Step, module: nn.Module, scales: list[Tensor], device: torch.device) -> _Target:
     placement, shard = step.placement, step.shard
     parameter = module.get_parameter(placement.parameter).data
     source_scale = scales[step.scale] if step.scale is not None else None
@@ -230,7 +272,15 @@ def _target(step: Step, module: nn.Module, scales: list[Tensor]) -> _Target:
     scale = module.get_parameter(f"{placement.parameter}_scale").data
     first = step.scale_offset
     scale = scale.view(-1, scale.shape[-1])[first : first + len(shard.scale_rows)]
-    return _Target(step, shard, rows, scale, source_scale)
+    simple = (
+        device.type == "cuda"  # where launches cost more than the work of one
+        and step.source is None
+        and not step.together
+        and step.columns == shard.columns
+        and len(step.columns) % _MANY == 0
+        and rows.data_ptr() % _ALIGNMENT == 0
+    )
+    return _Target(step, shard, rows, scale, source_scale, simple)
 
 
 def _scale_targets(plan: Plan, modules: dict[str, nn.Module]) -> list[Tensor]:

@@ -5,6 +5,7 @@ Nothing here flushes subnormals: Triton does not by itself either.
 Shape legend: N rows, K columns of the weight; a program works on one tile (a row or a block), in steps.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant.formats.base import Format
+from requant.kernels.triton.addresses import TRITON_TYPES, address_table, count_bad, matrix_of
 from requant.kernels.triton.buffers import check_buffers
 
 E4M3_MAX = tl.constexpr(448.0)
@@ -74,19 +76,37 @@ def e4m3_quotient(x, s, HARDWARE_CAST: tl.constexpr):
 
 
 @triton.jit
-def _ptpc_kernel(weight, data, scale, k, STEPS: tl.constexpr, COLS: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+def nonfinite(x):
+    """1 where a float32 value is NaN or infinite, else 0."""
+    return ((x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32)
+
+
+@triton.jit
+def _ptpc_row(
+    source,
+    target,
+    scale,
+    bad,
+    k,
+    STEPS: tl.constexpr,
+    COLS: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     """One row, in steps of COLS: one pass for the scale, one for the codes."""
-    row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
-    source = weight + row * k
-    target = data + row * k
     largest = tl.zeros([COLS], tl.float32)
+    wrong = tl.zeros([COLS], tl.int32)
     for step in tl.static_range(STEPS):
         at = step * COLS + col
         x = tl.load(source + at, mask=at < k, other=0.0, eviction_policy="evict_last").to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
+        if COUNT:
+            wrong += nonfinite(x)
+    if COUNT:
+        count_bad(bad, tl.sum(wrong, 0))
     s = scale_of(tl.max(largest, 0))
-    tl.store(scale + row, s)
+    tl.store(scale, s)
     for step in tl.static_range(STEPS):
         at = step * COLS + col
         x = tl.load(source + at, mask=at < k, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -94,20 +114,52 @@ def _ptpc_kernel(weight, data, scale, k, STEPS: tl.constexpr, COLS: tl.constexpr
 
 
 @triton.jit
-def _per_block_kernel(
-    weight, data, scale, n, k, blocks_k, BLOCK: tl.constexpr, ROWS: tl.constexpr, HARDWARE_CAST: tl.constexpr
+def _ptpc_kernel(weight, data, scale, k, STEPS: tl.constexpr, COLS: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    _ptpc_row(weight + row * k, data + row * k, scale + row, scale, k, STEPS, COLS, HARDWARE_CAST, False)
+
+
+@triton.jit(do_not_specialize=["many"])
+def _ptpc_many_kernel(
+    table, many, n, k, TYPE: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, HARDWARE_CAST: tl.constexpr
 ):
-    """One block of BLOCK × BLOCK, in steps of ROWS rows; consecutive programs lie along K."""
-    block = tl.program_id(0)
+    """One row of one of many matrices [n, k]."""
+    matrix = tl.program_id(0) // n
+    row = (tl.program_id(0) % n).to(tl.int64)
+    weight, data, scale, bad = matrix_of(table, many, matrix, TYPE, tl.float32)
+    _ptpc_row(weight + row * k, data + row * k, scale + row, bad, k, STEPS, COLS, HARDWARE_CAST, True)
+
+
+@triton.jit
+def _per_block_tile(
+    block,
+    weight,
+    data,
+    scale,
+    bad,
+    n,
+    k,
+    blocks_k,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """One block of BLOCK × BLOCK, in steps of ROWS rows; consecutive blocks lie along K."""
     first = (block // blocks_k).to(tl.int64) * BLOCK
     col = (block % blocks_k) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros([ROWS, BLOCK], tl.float32)
+    wrong = tl.zeros([ROWS, BLOCK], tl.int32)
     for step in tl.static_range(BLOCK // ROWS):
         row = first + step * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * k + col[None, :]
         mask = (row[:, None] < n) & (col[None, :] < k)
         x = tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
+        if COUNT:
+            wrong += nonfinite(x)
+    if COUNT:
+        count_bad(bad, tl.sum(tl.sum(wrong, 1), 0))
     s = scale_of(tl.max(tl.max(largest, 1), 0))
     tl.store(scale + block, s)
     for step in tl.static_range(BLOCK // ROWS):
@@ -116,6 +168,34 @@ def _per_block_kernel(
         mask = (row[:, None] < n) & (col[None, :] < k)
         x = tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         tl.store(data + at, e4m3_quotient(x, s, HARDWARE_CAST), mask=mask)
+
+
+@triton.jit
+def _per_block_kernel(
+    weight, data, scale, n, k, blocks_k, BLOCK: tl.constexpr, ROWS: tl.constexpr, HARDWARE_CAST: tl.constexpr
+):
+    _per_block_tile(tl.program_id(0), weight, data, scale, scale, n, k, blocks_k, BLOCK, ROWS, HARDWARE_CAST, False)
+
+
+@triton.jit(do_not_specialize=["many"])
+def _per_block_many_kernel(
+    table,
+    many,
+    n,
+    k,
+    blocks,
+    blocks_k,
+    TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HARDWARE_CAST: tl.constexpr,
+):
+    """One block of one of many matrices [n, k] of ``blocks`` blocks."""
+    matrix = tl.program_id(0) // blocks
+    weight, data, scale, bad = matrix_of(table, many, matrix, TYPE, tl.float32)
+    _per_block_tile(
+        tl.program_id(0) % blocks, weight, data, scale, bad, n, k, blocks_k, BLOCK, ROWS, HARDWARE_CAST, True
+    )
 
 
 @cache
@@ -150,6 +230,48 @@ def quantize_ptpc(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -
             COLS=cols,
             HARDWARE_CAST=casts_in_hardware(weight.device),
             num_warps=min(max(cols // 512, 1), 16),
+        )
+
+
+def quantize_ptpc_many(
+    format: Format, weights: Sequence[Tensor], data: Sequence[Tensor], scale: Sequence[Tensor], bad: Sequence[Tensor]
+) -> None:
+    """Table row ``quantize_many`` of ``ptpc_fp8``."""
+    n, k = weights[0].shape
+    cols = max(triton.next_power_of_2(triton.cdiv(k, _STEPS)), 256)
+    with torch.cuda.device_of(weights[0]):
+        _ptpc_many_kernel[(len(weights) * n,)](
+            address_table(weights, data, scale, bad),
+            len(weights),
+            n,
+            k,
+            TYPE=TRITON_TYPES[weights[0].dtype],
+            STEPS=triton.cdiv(k, cols),
+            COLS=cols,
+            HARDWARE_CAST=casts_in_hardware(weights[0].device),
+            num_warps=min(max(cols // 512, 1), 16),
+        )
+
+
+def quantize_per_block_many(
+    format: Format, weights: Sequence[Tensor], data: Sequence[Tensor], scale: Sequence[Tensor], bad: Sequence[Tensor]
+) -> None:
+    """Table row ``quantize_many`` of ``per_block_fp8``."""
+    n, k = weights[0].shape
+    blocks_n, blocks_k = scale[0].shape
+    with torch.cuda.device_of(weights[0]):
+        _per_block_many_kernel[(len(weights) * blocks_n * blocks_k,)](
+            address_table(weights, data, scale, bad),
+            len(weights),
+            n,
+            k,
+            blocks_n * blocks_k,
+            blocks_k,
+            TYPE=TRITON_TYPES[weights[0].dtype],
+            BLOCK=format.group[0],
+            ROWS=_BLOCK_ROWS,
+            HARDWARE_CAST=casts_in_hardware(weights[0].device),
+            num_warps=4,
         )
 
 

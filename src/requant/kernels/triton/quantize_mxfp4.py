@@ -6,12 +6,15 @@ codes of one stored byte, so that packing needs no exchange between lanes.
 Shape legend: N rows, K columns of the weight; P = 16 pairs of a group.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from requant.formats.base import Format
+from requant.kernels.triton.addresses import TRITON_TYPES, address_table, count_bad, matrix_of
 from requant.kernels.triton.buffers import check_buffers
 
 PAIRS = tl.constexpr(16)
@@ -54,7 +57,20 @@ def store_groups(even, odd, group, in_range, data, scale):
 @triton.jit
 def _words_kernel(words, data, scale, total, dtype: tl.constexpr, GROUPS: tl.constexpr):
     """Whole groups of values of ``dtype``, read as integers [total, P] of twice their width: one is a pair."""
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    _words(tl.program_id(0), words, data, scale, scale, total, dtype, GROUPS, False)
+
+
+@triton.jit(do_not_specialize=["many"])
+def _words_many_kernel(table, many, total, programs, dtype: tl.constexpr, WORD: tl.constexpr, GROUPS: tl.constexpr):
+    """The same for many matrices of ``total`` groups, each the work of ``programs`` programs."""
+    matrix = tl.program_id(0) // programs
+    words, data, scale, bad = matrix_of(table, many, matrix, WORD, tl.uint8)
+    _words(tl.program_id(0) % programs, words, data, scale, bad, total, dtype, GROUPS, True)
+
+
+@triton.jit
+def _words(program, words, data, scale, bad, total, dtype: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+    group = program.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     pair = tl.arange(0, PAIRS)
     in_range = group < total
     word = tl.load(words + group[:, None] * PAIRS + pair[None, :], mask=in_range[:, None], other=0)
@@ -67,6 +83,9 @@ def _words_kernel(words, data, scale, total, dtype: tl.constexpr, GROUPS: tl.con
     else:
         even = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
         odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    if COUNT:
+        wrong = ((even & 0x7F800000) == 0x7F800000).to(tl.int32) + ((odd & 0x7F800000) == 0x7F800000).to(tl.int32)
+        count_bad(bad, tl.sum(tl.sum(wrong, 1), 0))
     store_groups(even, odd, group, in_range, data, scale)
 
 
@@ -87,7 +106,7 @@ def _any_kernel(weight, data, scale, total, k, groups_k, GROUPS: tl.constexpr):
 _GROUPS = 128
 _WARPS = 2
 _PAIR_TYPES = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
-_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_WORD_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64}
 
 
 def quantize_mxfp4(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -> None:
@@ -102,7 +121,26 @@ def quantize_mxfp4(format: Format, weight: Tensor, data: Tensor, scale: Tensor) 
     aligned = weight.data_ptr() % pairs.itemsize == 0 and weight.storage_offset() % 2 == 0
     with torch.cuda.device_of(weight):
         if aligned and k % format.group[1] == 0:
-            words, dtype = weight.view(pairs), _TRITON_TYPES[weight.dtype]
+            words, dtype = weight.view(pairs), TRITON_TYPES[weight.dtype]
             _words_kernel[grid](words, data, scale, total, dtype=dtype, GROUPS=_GROUPS, num_warps=_WARPS)
         else:
             _any_kernel[grid](weight, data, scale, total, k, groups_k, GROUPS=_GROUPS, num_warps=_WARPS)
+
+
+def quantize_mxfp4_many(
+    format: Format, weights: Sequence[Tensor], data: Sequence[Tensor], scale: Sequence[Tensor], bad: Sequence[Tensor]
+) -> None:
+    """Table row ``quantize_many`` of ``mxfp4``."""
+    total = scale[0].numel()
+    programs = triton.cdiv(total, _GROUPS)
+    with torch.cuda.device_of(weights[0]):
+        _words_many_kernel[(len(weights) * programs,)](
+            address_table(weights, data, scale, bad),
+            len(weights),
+            total,
+            programs,
+            dtype=TRITON_TYPES[weights[0].dtype],
+            WORD=_WORD_TYPES[_PAIR_TYPES[weights[0].dtype]],
+            GROUPS=_GROUPS,
+            num_warps=_WARPS,
+        )
