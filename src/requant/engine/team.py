@@ -13,6 +13,7 @@ import torch
 from requant.engine.config import ParallelConfig
 from requant.engine.seat import Seat
 from requant.errors import ConfigError
+from requant.host import cores
 from requant.parallel import ALONE, Ranks
 from requant.parallel.distributed import connected
 
@@ -74,7 +75,7 @@ def join(seat: Seat, config: ParallelConfig) -> Iterator[Team]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+        torch.set_num_threads(max(1, cores() // size))
     with connected(seat.rank, size, seat.port, device, seat.listener, on_call) as group:
         team.ranks = Ranks(group, config.enable_expert_parallel, config.deterministic_tp)
         yield team

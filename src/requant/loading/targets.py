@@ -58,7 +58,10 @@ class Targets:
         self.bytes_sent = 0
         self._scale_steps = plan.scales
         self._scales = _scale_targets(plan, modules)
-        self._targets = [_target(step, modules[step.module], self._scales, plan.device) for step in plan.steps]
+        # Made when first asked for, while the files are being read: there is one for every tensor.
+        self._make = lambda step: _target(step, modules[step.module], self._scales, plan.device)
+        self._steps = plan.steps
+        self._targets: dict[int, _Target] = {}
         # One counter a step, on the device: they are read once, at the end, instead of waiting for each tensor.
         self._bad = torch.zeros(len(plan.steps), dtype=torch.int64, device=plan.device)
         self._counters = self._bad.unbind()
@@ -95,14 +98,20 @@ class Targets:
         for (format, dtype, n, k), batch in batches.items():
             # All columns of the result are views, which is what Python's time goes to here.
             weights = [source[p.offset : p.offset + p.nbytes].view(dtype).view(n, k) for p in batch]
-            data = [self._own_rows(self._targets[p.index], p.start, p.stop) for p in batch]
-            scale = [self._own_scales(self._targets[p.index], p.start, p.stop) for p in batch]
+            data = [self._own_rows(self._target(p.index), p.start, p.stop) for p in batch]
+            scale = [self._own_scales(self._target(p.index), p.start, p.stop) for p in batch]
             bad = [self._counters[p.index] for p in batch]
             lookup("quantize_many", format.name, self._device.type)(format, weights, data, scale, bad)
 
+    def _target(self, index: int) -> _Target:
+        target = self._targets.get(index)
+        if target is None:
+            target = self._targets[index] = self._make(self._steps[index])
+        return target
+
     def _kind(self, piece: Piece) -> tuple[Format, torch.dtype, int, int] | None:
         """What a piece has in common with those that one launch can quantize; None: it is placed by itself."""
-        target = self._targets[piece.index]
+        target = self._target(piece.index)
         step, own = target.step, target.step.placement.own_rows
         if not target.simple or piece.start < own.start or piece.stop > own.stop:
             return None
@@ -111,7 +120,7 @@ class Targets:
 
     def _fill(self, index: int, start: int, stop: int, source: Tensor) -> None:
         """Put rows ``start`` to ``stop`` of a step's matrix (elements of a vector) into its parameter."""
-        target = self._targets[index]
+        target = self._target(index)
         step = target.step
         if step.source is None and step.format is None:
             written = self._own_rows(target, start, stop)
@@ -146,8 +155,8 @@ class Targets:
             if count
         ]
         bad += [
-            (target.step.tensor, len(target.step.rows) * len(target.step.columns), _checked_as(target), count)
-            for target, count in zip(self._targets, self._bad.tolist(), strict=True)
+            (step.tensor, len(step.rows) * len(step.columns), _checked_as(self._target(index)), count)
+            for index, (step, count) in enumerate(zip(self._steps, self._bad.tolist(), strict=True))
             if count
         ]
         if not bad:
@@ -177,7 +186,7 @@ class Targets:
 
     def _convert(self, index: int, start: int, stop: int, source: Tensor) -> None:
         """Dequantize, and quantize anew unless the parameter is unquantized."""
-        target = self._targets[index]
+        target = self._target(index)
         step = target.step
         assert step.source is not None
         assert target.source_scale is not None
