@@ -107,8 +107,9 @@ def run_core(
     inbox: SimpleQueue[ToCore] = SimpleQueue()
     threading.Thread(target=exit_with_parent, args=(connection, inbox.put), daemon=True).start()
     try:
+        build = resolve(factory)
         with _joined(seat, config) as team:
-            built = resolve(factory)(config, team) if team else resolve(factory)(config)
+            built = build(config, team) if team else build(config)
             connection.send(Ready(ModelFacts.of(built)))
             if team:
                 team.counts = True
@@ -125,7 +126,7 @@ def _joined(seat: Seat | None, config: EngineConfig) -> "AbstractContextManager[
     # Imported now: a process without peers needs nothing of it before it builds its core.
     from requant.engine.team import join
 
-    seat.pulse.live(seat.rank)
+    seat.pulse.live(seat.rank)  # not before: libraries are loaded with Python's lock held, from a slow disk for long
     return join(seat, config.parallel)
 
 

@@ -20,7 +20,6 @@ def run_worker(connection: Connection, config: EngineConfig, seat: Seat) -> None
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging("warning", f"rank {seat.rank}: ")
-    seat.pulse.live(seat.rank)
     threading.Thread(target=exit_with_parent, args=(connection,), daemon=True).start()
     try:
         _follow(config, seat)
@@ -33,6 +32,7 @@ def _follow(config: EngineConfig, seat: Seat) -> None:
     from requant.engine.build import load_rank
     from requant.engine.team import join
 
+    seat.pulse.live(seat.rank)  # not before: libraries are loaded with Python's lock held, from a slow disk for long
     with join(seat, config.parallel) as team:
         runner = load_rank(config, team).runner
         team.counts = True
