@@ -98,8 +98,8 @@ class ParallelConfig:
     enable_expert_parallel: bool = option(False, "each device has whole experts, not a share of every expert")
     deterministic_tp: bool = option(
         False,
-        "the number of devices changes no token, with --dtype float32: FP8 inputs that are spread over devices have "
-        "the scales of the whole row, and sums over devices are float64 (slow)",
+        "the number of devices changes no token (but for ties on GPUs), with --dtype float32: FP8 inputs that are "
+        "spread over devices have the scales of the whole row, and sums over devices are float64 (slow)",
     )
     port: int | None = option(None, "rendezvous port of the tensor-parallel workers, not of HTTP (default: a free one)")
     worker_timeout: int = option(20, "seconds that one device may fall behind the others before the engine fails")
