@@ -177,6 +177,7 @@ class FakeBuilt:
     vocab_size: int = VOCAB_SIZE
     eos_token_ids: frozenset[int] = frozenset()
     report_path: str | None = None
+    cache_writer: None = None
 
 
 def build(config: EngineConfig) -> FakeBuilt:

@@ -39,6 +39,7 @@ def plan() -> Plan:
         layers=(*quantized, *kept),
         steps=(),
         scales=(),
+        conversions=(),
         plain_bytes=5_000_000,
         warnings=("exclude_layer '[x]' matches nothing",),
     )

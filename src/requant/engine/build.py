@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from transformers.utils import logging as transformers_logging
 from requant.engine import memory
 from requant.engine.config import EngineConfig, ParallelConfig
 from requant.engine.core import EngineCore
+from requant.engine.quantized_cache import open_cache
 from requant.engine.runner import ModelRunner
 from requant.engine.scheduler import SchedulerConfig
 from requant.engine.team import Team, alone
 from requant.engine.tokenizer import eos_token_ids
 from requant.errors import CheckpointError, ConfigError, ModelError, one_line
 from requant.loading import (
+    CachedParts,
     Checkpoint,
     LoadResult,
     Plan,
@@ -33,6 +35,7 @@ from requant.loading import (
     read_config,
     read_headers,
 )
+from requant.loading.cache import Writer
 from requant.models.base import CausalLM
 from requant.models.registry import model_class
 from requant.parallel import ALONE, Ranks
@@ -62,6 +65,7 @@ class BuiltEngine:
         vocab_size: Token ids are below it.
         eos_token_ids: Tokens that end a sequence.
         report_path: Where the report of online quantization was written, or None.
+        cache_writer: Writes the quantized weights to the cache, meanwhile; None: nothing is to be written.
     """
 
     core: EngineCore
@@ -69,6 +73,7 @@ class BuiltEngine:
     vocab_size: int
     eos_token_ids: frozenset[int]
     report_path: str | None
+    cache_writer: Writer | None = None
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,16 @@ def read_files(config: EngineConfig, *, headers_only: bool = False) -> ModelFile
     return ModelFiles(recipe, checkpoint, raw, _hf_config(checkpoint, config.model.trust_remote_code), model_type)
 
 
-def plan_rank(files: ModelFiles, config: EngineConfig, ranks: Ranks = ALONE) -> Planned:
+def plan_rank(
+    files: ModelFiles, config: EngineConfig, ranks: Ranks = ALONE, cached: CachedParts | None = None
+) -> Planned:
     """The share of one rank, without weights, and the plan to load it.
+
+    Args:
+        files: From :func:`read_files`.
+        config: What to build.
+        ranks: The rank.
+        cached: Matrices that have been quantized before.
 
     Raises:
         RequantError: Recipe, checkpoint and configuration do not fit each other, or not this number of ranks.
@@ -122,6 +135,7 @@ def plan_rank(files: ModelFiles, config: EngineConfig, ranks: Ranks = ALONE) -> 
         device=_device(config.parallel, ranks.rank),
         not_loaded=model.not_loaded,
         ranks=ranks,
+        cached=cached,
     )
     return Planned(model, plan, files.config, files.checkpoint.folder, _max_model_len(config, files.config))
 
@@ -143,6 +157,7 @@ class LoadedRank:
         max_seqs: Most sequences in one step.
         stop_tokens: Tokens that end a sequence.
         report_path: Where the report was written; None on all ranks but the first, and without a recipe.
+        cache_writer: Writes the quantized weights to the cache, meanwhile; None: nothing is to be written.
     """
 
     planned: Planned
@@ -152,6 +167,7 @@ class LoadedRank:
     max_seqs: int
     stop_tokens: frozenset[int]
     report_path: str | None
+    cache_writer: Writer | None
 
 
 def build_core(config: EngineConfig, team: Team | None = None) -> BuiltEngine:
@@ -191,6 +207,7 @@ def make_core(loaded: LoadedRank, config: EngineConfig) -> BuiltEngine:
         vocab_size=runner.vocab_size,
         eos_token_ids=loaded.stop_tokens,
         report_path=loaded.report_path,
+        cache_writer=loaded.cache_writer,
     )
 
 
@@ -203,8 +220,13 @@ def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
         RequantError: Something the user gave cannot be satisfied; one line says what.
     """
     team = team or alone(config.parallel)
-    planned = plan_model(config, team.ranks)
-    plan, model, device = planned.plan, planned.model, planned.plan.device
+    files = read_files(config)
+    device = _device(config.parallel, team.ranks.rank)
+    cache = open_cache(
+        config.quant.online_quant_cache, files.checkpoint, files.recipe, config.model.model, team, device
+    )
+    planned = plan_rank(files, config, team.ranks, cache.entry if cache else None)
+    plan, model = planned.plan, planned.model
     first = team.ranks.rank == 0
     max_tokens = config.batch.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
     max_seqs = min(config.batch.max_num_seqs, max_tokens)
@@ -221,9 +243,11 @@ def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
 
     cache_blocks(left)  # whatever it refuses is refused before anything is read
     stop_tokens = eos_token_ids(planned.folder, planned.config)
-    write_report = prepare_report(plan, config.quant.online_quant_info_dir) if first else None
+    entry = str(cache.entry.folder) if cache and cache.entry else None
+    write_report = prepare_report(plan, config.quant.online_quant_info_dir, entry) if first else None
 
-    result = load(plan, model, progress=make_progress(plan) if first else None)
+    with cache or nullcontext():
+        result = load(plan, model, progress=make_progress(plan) if first else None)
     report_path = write_report(result) if write_report else None
 
     if device.type == "cuda":
@@ -234,7 +258,10 @@ def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
     runner.allocate(blocks)
     if device.type == "cuda" and not config.model.enforce_eager:
         runner.capture(max_seqs, planned.max_model_len)
-    return LoadedRank(planned, runner, result, max_tokens, max_seqs, stop_tokens, report_path)
+    writer = cache.make_writer(plan, model) if cache else None
+    if writer:
+        writer.start()
+    return LoadedRank(planned, runner, result, max_tokens, max_seqs, stop_tokens, report_path, writer)
 
 
 def _hf_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:

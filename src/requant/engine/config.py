@@ -55,6 +55,16 @@ class QuantConfig:
     online_quant_info_dir: str | None = option(
         None, "folder of the report (default: $ATOM_TORCH_PROFILER_DIR, else the working directory)"
     )
+    online_quant_cache: str | None = option(
+        None,
+        "folder that keeps quantized weights: what is quantized now is read from there the next time",
+        metavar="DIR",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a cache that is nowhere."""
+        folder = self.online_quant_cache
+        _check(folder is None or bool(folder.strip()), "online_quant_cache", folder, "a folder")
 
 
 @dataclass(frozen=True)

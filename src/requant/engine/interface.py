@@ -30,6 +30,13 @@ class Core(Protocol):
         ...
 
 
+class BackgroundWork(Protocol):
+    """Something that goes on beside the engine."""
+
+    def wait(self) -> None:
+        """Until it is done."""
+
+
 class BuiltCore(Protocol):
     """A core that is ready, with what the front end has to know of its model."""
 
@@ -56,6 +63,11 @@ class BuiltCore(Protocol):
     @property
     def report_path(self) -> str | None:
         """Where the quantization report is, if one was written."""
+        ...
+
+    @property
+    def cache_writer(self) -> BackgroundWork | None:
+        """What still reads the model's weights, to keep them for the next time."""
         ...
 
 

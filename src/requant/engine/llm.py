@@ -1,8 +1,10 @@
 """``LLM``: the engine for scripts and notebooks, in this process, or with several ranks in one for each."""
 
+import atexit
 import gc
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from requant.engine.config import EngineConfig
-from requant.engine.interface import BUILD_CORE, Core, CoreFactory, ModelFacts, resolve
+from requant.engine.interface import BUILD_CORE, BackgroundWork, Core, CoreFactory, ModelFacts, resolve
 from requant.engine.output import OutputProcessor
 from requant.engine.prompts import InputProcessor, Prompt
 from requant.engine.remote import RemoteCore
@@ -63,6 +65,9 @@ class LLM:
         else:
             built = resolve(core_factory)(config)
             self.facts, self._core, self._close = ModelFacts.of(built), built.core, _free_memory
+            if built.cache_writer:
+                self._close = partial(_finish_and_free, built.cache_writer)
+                atexit.register(built.cache_writer.wait)  # else a short script would leave nothing for the next one
         self._inputs = InputProcessor(self._tokenizer, self.facts)
         self._outputs = OutputProcessor(self._tokenizer, self.facts.eos_token_ids | self._tokenizer.eos_token_ids)
         self._ids = itertools.count()
@@ -169,6 +174,12 @@ class LLM:
                 done.update({report.request_id: report for report in reports})
                 bar.update(task, completed=len(done))
         return [done[request_id] for request_id in ids]
+
+
+def _finish_and_free(writer: BackgroundWork) -> None:
+    writer.wait()  # it reads the weights
+    atexit.unregister(writer.wait)
+    _free_memory()
 
 
 def _free_memory() -> None:

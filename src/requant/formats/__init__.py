@@ -11,6 +11,7 @@ from requant.formats.check import check_finite, check_matrix, count_nan_codes, c
 from requant.recipe import canonical_format
 
 __all__ = [
+    "CONTRACT_VERSION",
     "FORMATS",
     "Format",
     "QuantizedStack",
@@ -22,6 +23,9 @@ __all__ = [
     "get",
     "quantize",
 ]
+
+CONTRACT_VERSION = 1
+"""Of the numbers that the formats produce: raised with any change of a code or a scale, or of how they are stored."""
 
 FORMATS: dict[str, Format] = {module.FORMAT.name: module.FORMAT for module in (ptpc_fp8, per_block_fp8, mxfp4)}
 

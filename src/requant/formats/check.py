@@ -32,10 +32,13 @@ def count_nonfinite(weight: Tensor) -> Tensor:
 
 
 def count_nan_codes(codes: Tensor) -> Tensor:
-    """How many stored codes are NaN: int64 [], on their device. Of those of our formats only e4m3 has one (two)."""
+    """How many of the codes of each of some matrices [M, …] are NaN: int64 [M], on their device.
+
+    Of those of our formats only e4m3 has one (two).
+    """
     if codes.dtype != torch.float8_e4m3fn:
-        return torch.zeros((), dtype=torch.int64, device=codes.device)
-    return ((codes.view(torch.uint8) & 0x7F) == 0x7F).sum()
+        return torch.zeros(len(codes), dtype=torch.int64, device=codes.device)
+    return ((codes.view(torch.uint8) & 0x7F) == 0x7F).flatten(1).sum(1)
 
 
 def check_finite(weight: Tensor, name: str = "weight") -> None:

@@ -1,6 +1,6 @@
 """What is read at once: pieces of tensors, and tensors that lie behind each other in one read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import lcm
 
@@ -48,25 +48,31 @@ class Chunk:
     ordered: bool = False
 
 
-def scale_chunks(plan: Plan) -> list[Chunk]:
-    """A chunk for each of :attr:`Plan.scales`, in the order of files and offsets: they are small and never cut."""
+def scale_chunks(plan: Plan, limit: int) -> list[Chunk]:
+    """:attr:`Plan.scales`, in the order of files and offsets: they are small and never cut."""
     chunks = []
     for index, step in enumerate(plan.scales):
         extent = Extent(step.part.tensor, step.part.begin, step.part.nbytes)
         chunks.append(Chunk(extent, (Piece(index, 0, step.part.shape[0], 0, extent.nbytes),)))
-    return sorted(chunks, key=lambda chunk: (str(chunk.extent.tensor.file), chunk.extent.position))
+    chunks.sort(key=lambda chunk: (str(chunk.extent.tensor.file), chunk.extent.position))
+    return list(_together(chunks, limit))
 
 
 def weight_chunks(plan: Plan, limit: int) -> list[Chunk]:
     """Everything else, in the plan's order, in chunks of at most ``limit`` bytes (or one row, or one block of rows)."""
-    chunks: list[Chunk] = []
+    return list(_together(_pieces(plan, limit), limit))
+
+
+def _together(chunks: Iterable[Chunk], limit: int) -> Iterator[Chunk]:
+    """Those that lie behind each other as one, of at most ``limit`` bytes."""
     waiting: list[Chunk] = []
-    for chunk in _pieces(plan, limit):
+    for chunk in chunks:
         if waiting and not _follows(waiting, chunk, limit):
-            chunks.append(_joined(waiting))
+            yield _joined(waiting)
             waiting = []
         waiting.append(chunk)
-    return [*chunks, _joined(waiting)] if waiting else chunks
+    if waiting:
+        yield _joined(waiting)
 
 
 def _pieces(plan: Plan, limit: int) -> Iterator[Chunk]:

@@ -142,6 +142,29 @@ class ScaleStep:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """A matrix of the checkpoint that is quantized: all of it, of which this rank has a part, or nothing.
+
+    Attributes:
+        module: Name of the module that owns the parameter.
+        placement: Where the matrix lies in the checkpoint, and where what this rank has of it goes.
+        format: What it is quantized to.
+        scale_offset: Row of the parameter's scales where this rank's of the matrix begin.
+    """
+
+    module: str
+    placement: Placement
+    format: Format
+    scale_offset: int
+
+    @property
+    def shard(self) -> Shard:
+        """How the parameter stores what this rank has."""
+        n, k = self.placement.shape
+        return Shard(self.format, (n, k), self.placement.own_rows, self.placement.own_columns)
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """One layer that the recipe could reach.
 
@@ -189,6 +212,8 @@ class Plan:
         layers: Every layer that a recipe could reach, in the model's order.
         steps: What is read into parameters, in the order of files and offsets.
         scales: Scales of the checkpoint, which are read first.
+        conversions: What is quantized, or has been before and is read as it was then: the same on every rank, but for
+            what each has of it.
         plain_bytes: Bytes on the device of all parameters that no recipe reaches (norms, embeddings, biases).
         ranks: The rank whose share this is, and its way to the others while loading.
         unmatched_patterns: Excludes that match nothing.
@@ -202,6 +227,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     steps: tuple[Step, ...]
     scales: tuple[ScaleStep, ...]
+    conversions: tuple[Conversion, ...]
     plain_bytes: int
     ranks: Ranks = ALONE
     unmatched_patterns: tuple[str, ...] = ()

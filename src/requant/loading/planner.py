@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from requant.formats.base import Format
 from requant.formats.shard import Shard, touched
 from requant.loading.headers import Checkpoint
 from requant.loading.leftovers import block_of, check_leftovers
-from requant.loading.plan import LayerPlan, Plan, ScaleStep, Step
+from requant.loading.plan import Conversion, LayerPlan, Plan, ScaleStep, Step
 from requant.loading.protocols import PlainModule, QuantizableModule
 from requant.loading.sources import SourcePart, Sources
 from requant.loading.storage import Storage, store
@@ -25,6 +25,13 @@ from requant.recipe import Decision, LayerNames, Recipe, resolve, source_quantiz
 
 RUN_BYTES = 16 * 1024
 """Rows are read piece by piece only where a piece has this many bytes, which take longer than to ask for them."""
+
+
+class CachedParts(Protocol):
+    """Matrices of a checkpoint that have been quantized before."""
+
+    def part(self, placement: Placement, format: Format) -> tuple[SourcePart, Placement] | None:
+        """One of them in ``format``, whole, and where it lies now; None: it is not among them."""
 
 
 def make_plan(
@@ -39,6 +46,7 @@ def make_plan(
     not_loaded: Sequence[LayerNames] = (),
     ranks: Ranks = ALONE,
     run_bytes: int = RUN_BYTES,
+    cached: CachedParts | None = None,
 ) -> Plan:
     """Decide every layer, and account for every tensor of the checkpoint and every parameter of the model.
 
@@ -53,6 +61,7 @@ def make_plan(
         not_loaded: Layers that a recipe could reach and the model does not run, where the checkpoint has them.
         ranks: The one that the model was made for.
         run_bytes: Of a rank's columns, rows with fewer bytes than this in each are read whole and cut on the device.
+        cached: Matrices that have been quantized before: those that are there are read instead of the checkpoint's.
 
     Raises:
         CheckpointError: The checkpoint is quantized in a way that is not loaded, a tensor is missing, or has
@@ -65,7 +74,7 @@ def make_plan(
         module.match_checkpoint(checkpoint.tensors)
     absent = _present(not_loaded, checkpoint)
     resolution = resolve(recipe, [*(module.names for module in reachable.values()), *absent])
-    planner = _Planner(sources, dtype, device, ranks.size * run_bytes)
+    planner = _Planner(sources, dtype, device, ranks.size * run_bytes, cached)
     for key, module in model.named_modules():
         if key in reachable:
             planner.add_layer(key, reachable[key], resolution.decisions[reachable[key].names.module])
@@ -87,6 +96,7 @@ def make_plan(
         layers=tuple(planner.layers),
         steps=tuple(sorted(planner.steps, key=lambda step: (str(step.tensor.file), step.tensor.start, step.begin))),
         scales=tuple(planner.scales),
+        conversions=tuple(planner.conversions),
         plain_bytes=planner.plain_bytes,
         ranks=ranks,
         unmatched_patterns=resolution.unmatched_patterns,
@@ -97,14 +107,23 @@ def make_plan(
 class _Planner:
     """Collects steps and layers."""
 
-    def __init__(self, sources: Sources, dtype: torch.dtype, device: torch.device, whole_row_bytes: int) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        dtype: torch.dtype,
+        device: torch.device,
+        whole_row_bytes: int,
+        cached: CachedParts | None,
+    ) -> None:
         self._sources = sources
+        self._cached = cached
         self._whole_row_bytes = whole_row_bytes
         self._dtype = dtype
         self._device = device
         self.layers: list[LayerPlan] = []
         self.steps: list[Step] = []
         self.scales: list[ScaleStep] = []
+        self.conversions: list[Conversion] = []
         self.plain_bytes = 0
 
     def add_layer(self, key: str, module: QuantizableModule, decision: Decision) -> None:
@@ -118,9 +137,12 @@ class _Planner:
         if not shares:
             scale_offsets: dict[str, int] = defaultdict(int)
             for part, placement in zip(parts, matrices, strict=True):
+                scale_offset = scale_offsets[placement.parameter]
+                if format is not None and part.format != format:
+                    self.conversions.append(Conversion(key, placement, format, scale_offset))
                 if not placement.own_rows:
                     continue
-                shard = self._add_part(key, part, placement, storage, scale_offsets[placement.parameter])
+                shard = self._add_part(key, part, placement, storage, scale_offset)
                 if shard:
                     scale_offsets[placement.parameter] += len(shard.scale_rows)
                     after += shard.nbytes
@@ -153,7 +175,10 @@ class _Planner:
         self, key: str, part: SourcePart, placement: Placement, storage: Storage, scale_offset: int
     ) -> Shard | None:
         """Plan the way of one matrix; how it is stored, if that is in a format."""
-        source, format = part.format, storage.format
+        format = storage.format
+        if self._cached and format is not None and part.format != format:
+            part, placement = self._cached.part(placement, format) or (part, placement)
+        source = part.format
         rows, columns, whole = self._reading(part, placement, format)
         # Decided by what is the same on all ranks: one whose blocks happen to reach over the whole row takes part.
         together = not whole and placement.columns is not None and format is not None and not format.group[1]

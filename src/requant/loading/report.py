@@ -15,11 +15,18 @@ from requant.loading.stream import LoadResult
 logger = logging.getLogger(__name__)
 
 
-def prepare_report(plan: Plan, directory: str | None = None) -> Callable[[LoadResult], str | None]:
+def prepare_report(
+    plan: Plan, directory: str | None = None, cache_entry: str | None = None
+) -> Callable[[LoadResult], str | None]:
     """Make sure, before loading, that its report can be written; the result then writes it.
 
     It goes to ``directory``, else ``$ATOM_TORCH_PROFILER_DIR``, else the working directory; a folder that does not
     exist is made. There is a report only if there is a recipe.
+
+    Args:
+        plan: What will be loaded.
+        directory: Where to.
+        cache_entry: Where weights that have been quantized before are read from; None: all are quantized now.
 
     Returns:
         A function that takes what the load cost, writes ``online_quant_info_<YYYYmmdd_HHMMSS>_<ns>.json`` as a whole
@@ -40,10 +47,10 @@ def prepare_report(plan: Plan, directory: str | None = None) -> Callable[[LoadRe
             f"cannot write the report to {path}: {error.strerror or error}; "
             "--online-quant-info-dir takes a writable folder"
         ) from error
-    return lambda result: _write(plan, result, path)
+    return lambda result: _write(plan, result, path, cache_entry)
 
 
-def _write(plan: Plan, result: LoadResult, directory: Path) -> str:
+def _write(plan: Plan, result: LoadResult, directory: Path, cache_entry: str | None) -> str:
     planned = plan.to_report()
     head = {key: planned.pop(key) for key in ("model", "online_quant_config")}
     measured = {
@@ -51,6 +58,7 @@ def _write(plan: Plan, result: LoadResult, directory: Path) -> str:
         "load_seconds": result.load_seconds,
         "peak_device_memory_gb": result.peak_device_memory / 1e9,
         "bytes_sent": result.bytes_sent,
+        "cache_entry": cache_entry,
     }
     now = time.time_ns()
     stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now // 10**9))

@@ -101,7 +101,7 @@ def load(
     with torch.no_grad(), _without_collections():
         _build(plan, model)
         targets = Targets(plan, model)
-        phases = scale_chunks(plan), weight_chunks(plan, staging.slab_bytes)
+        phases = scale_chunks(plan, staging.slab_bytes), weight_chunks(plan, staging.slab_bytes)
         largest = max((chunk.extent.nbytes for chunks in phases for chunk in chunks), default=0)
         pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
         lane = make_lane(plan.device, pool.release)

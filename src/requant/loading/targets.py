@@ -1,8 +1,9 @@
 """The end of a weight's way: from bytes on the device into its slice of a final parameter."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from math import prod
 
@@ -18,6 +19,7 @@ from requant.kernels.table import lookup
 from requant.loading.chunks import Piece
 from requant.loading.plan import Plan, Step
 from requant.loading.sources import SOURCE_DTYPES
+from requant.loading.views import follows, joined
 
 _E8M0_NAN = 255
 # What the kernel table's ``quantize_many`` asks of columns and addresses.
@@ -25,19 +27,26 @@ _MANY = 32
 _ALIGNMENT = 16
 
 
+class _Way(Enum):
+    """How a step's rows get to their place: as codes that are there already, several of them by one copy; by a kernel
+    that quantizes several matrices at once; or by themselves.
+    """
+
+    ALONE = auto()
+    COPIED = auto()
+    QUANTIZED = auto()
+
+
 @dataclass(frozen=True)
 class _Target:
-    """Where a step's rectangle goes: views of the parameter and of its scales, and the scales it comes with.
-
-    ``simple``: it is quantized as it is into its final place by a kernel that does so for several at once.
-    """
+    """Where a step's rectangle goes: views of the parameter and of its scales, and the scales it comes with."""
 
     step: Step
     shard: Shard | None
     data: Tensor
     scale: Tensor | None
     source_scale: Tensor | None
-    simple: bool = False
+    way: _Way
 
 
 class Targets:
@@ -68,18 +77,23 @@ class Targets:
         self._bad_scales = torch.zeros(len(plan.scales), dtype=torch.int64, device=plan.device)
 
     def fill_scales(self, pieces: Sequence[Piece], source: Tensor) -> None:
-        """Put the scales of one step of ``plan.scales``, bytes on the device, where they belong."""
-        (piece,) = pieces
-        index = piece.index
-        target, step = self._scales[index], self._scale_steps[index]
-        dtype, columns = step.part.tensor.dtype, slice(step.columns.start, step.columns.stop)
-        if target.dtype == torch.uint8:
-            target.copy_(source.view(step.part.shape)[:, columns])
-            self._bad_scales[index] += (target == _E8M0_NAN).sum()
-            return
-        values = e8m0_to_float32(source) if dtype == "F8_E8M0" else source.view(SOURCE_DTYPES[dtype])
-        target.copy_(values.view(step.part.shape)[:, columns])
-        self._bad_scales[index] += count_nonfinite(target)
+        """Put the scales of some steps of ``plan.scales``, bytes on the device, where they belong."""
+        views = [self._scales[piece.index] for piece in pieces]
+        for start, stop in _runs(pieces, views, [self._scale_kind(piece.index) for piece in pieces]):
+            first, last = pieces[start], pieces[stop - 1]
+            raw = source[first.offset : last.offset + last.nbytes]
+            step = self._scale_steps[first.index]
+            dtype, columns = step.part.tensor.dtype, slice(step.columns.start, step.columns.stop)
+            one = stop - start == 1
+            target = views[start] if one else joined(views[start:stop])
+            if target.dtype == torch.uint8:
+                values = raw
+            else:
+                values = e8m0_to_float32(raw) if dtype == "F8_E8M0" else raw.view(SOURCE_DTYPES[dtype])
+            target.copy_(values.view(step.part.shape)[:, columns] if one else values)
+            each = target.reshape(stop - start, -1)
+            bad = (each == _E8M0_NAN) if target.dtype == torch.uint8 else ~each.isfinite()
+            self._add(self._bad_scales, pieces[start:stop], bad.sum(1))
 
     def fill(self, pieces: Sequence[Piece], source: Tensor) -> None:
         """Put pieces of tensors into their parameters: cast, quantized, as they are, or dequantized first.
@@ -89,12 +103,15 @@ class Targets:
             source: Their bytes, of the steps' columns: uint8 on the device, which may be overwritten.
         """
         batches: dict[tuple[Format, torch.dtype, int, int], list[Piece]] = defaultdict(list)
+        copies: list[Piece] = []
         for piece in pieces:
-            kind = self._kind(piece)
-            if kind is None:
+            target = self._target(piece.index)
+            if target.way is _Way.ALONE or not _is_own(target, piece):
                 self._fill(piece.index, piece.start, piece.stop, source[piece.offset : piece.offset + piece.nbytes])
+            elif target.way is _Way.COPIED:
+                copies.append(piece)
             else:
-                batches[kind].append(piece)
+                batches[_kind(target, piece)].append(piece)
         for (format, dtype, n, k), batch in batches.items():
             # All columns of the result are views, which is what Python's time goes to here.
             weights = [source[p.offset : p.offset + p.nbytes].view(dtype).view(n, k) for p in batch]
@@ -102,21 +119,34 @@ class Targets:
             scale = [self._own_scales(self._target(p.index), p.start, p.stop) for p in batch]
             bad = [self._counters[p.index] for p in batch]
             lookup("quantize_many", format.name, self._device.type)(format, weights, data, scale, bad)
+        self._copy(copies, source)
+
+    def _copy(self, pieces: Sequence[Piece], source: Tensor) -> None:
+        """Put codes where they belong, those of many matrices at once where they lie behind each other."""
+        views = [self._own_rows(self._target(piece.index), piece.start, piece.stop) for piece in pieces]
+        for start, stop in _runs(pieces, views, [""] * len(pieces)):
+            first, last = pieces[start], pieces[stop - 1]
+            codes = joined(views[start:stop])
+            codes.view(torch.uint8).copy_(source[first.offset : last.offset + last.nbytes])
+            self._add(self._bad, pieces[start:stop], count_nan_codes(codes.view(stop - start, -1)))
+
+    def _add(self, counters: Tensor, pieces: Sequence[Piece], counts: Tensor) -> None:
+        """Add counts to those of the pieces' steps."""
+        indices = torch.tensor([piece.index for piece in pieces])
+        if self._device.type == "cuda":
+            indices = indices.pin_memory().to(self._device, non_blocking=True)
+        counters.index_add_(0, indices, counts)
+
+    def _scale_kind(self, index: int) -> str | None:
+        """The dtype of some scales in the checkpoint; None: not all of their columns are kept."""
+        step = self._scale_steps[index]
+        return step.part.tensor.dtype if len(step.columns) == step.part.shape[1] else None
 
     def _target(self, index: int) -> _Target:
         target = self._targets.get(index)
         if target is None:
             target = self._targets[index] = self._make(self._steps[index])
         return target
-
-    def _kind(self, piece: Piece) -> tuple[Format, torch.dtype, int, int] | None:
-        """What a piece has in common with those that one launch can quantize; None: it is placed by itself."""
-        target = self._target(piece.index)
-        step, own = target.step, target.step.placement.own_rows
-        if not target.simple or piece.start < own.start or piece.stop > own.stop:
-            return None
-        assert step.format is not None
-        return step.format, SOURCE_DTYPES[step.tensor.dtype], piece.stop - piece.start, len(step.columns)
 
     def _fill(self, index: int, start: int, stop: int, source: Tensor) -> None:
         """Put rows ``start`` to ``stop`` of a step's matrix (elements of a vector) into its parameter."""
@@ -139,7 +169,7 @@ class Targets:
             codes = source.view(step.source.data_dtype).view(stop - start, -1)
             written = self._own_rows(target, start, stop)
             written.copy_(target.shard.cut_data(codes, step.columns))
-            self._bad[index] += count_nan_codes(written)
+            self._bad[index : index + 1] += count_nan_codes(written[None])
         else:
             self._convert(index, start, stop, source)
 
@@ -273,11 +303,14 @@ def _target(step: Step, module: nn.Module, scales: list[Tensor], device: torch.d
     placement, shard = step.placement, step.shard
     parameter = module.get_parameter(placement.parameter).data
     source_scale = scales[step.scale] if step.scale is not None else None
+    first, count = placement.offset, len(placement.own_rows)
     if shard is None:
-        rows = parameter.view(-1, *placement.own_shape[1:])
-        rows = rows[placement.offset : placement.offset + len(placement.own_rows)]
-        return _Target(step, None, rows, None, source_scale)
-    rows = parameter.view(-1, parameter.shape[-1])[placement.offset : placement.offset + len(placement.own_rows)]
+        rows = parameter.view(-1, *placement.own_shape[1:])[first : first + count]
+        return _Target(step, None, rows, None, source_scale, _Way.ALONE)
+    rows = parameter.view(-1, parameter.shape[-1])[first : first + count]
+    if not step.converts:
+        copied = step.columns == shard.columns == shard.window
+        return _Target(step, shard, rows, None, None, _Way.COPIED if copied else _Way.ALONE)
     scale = module.get_parameter(f"{placement.parameter}_scale").data
     first = step.scale_offset
     scale = scale.view(-1, scale.shape[-1])[first : first + len(shard.scale_rows)]
@@ -289,7 +322,45 @@ def _target(step: Step, module: nn.Module, scales: list[Tensor], device: torch.d
         and len(step.columns) % _MANY == 0
         and rows.data_ptr() % _ALIGNMENT == 0
     )
-    return _Target(step, shard, rows, scale, source_scale, simple)
+    return _Target(step, shard, rows, scale, source_scale, _Way.QUANTIZED if simple else _Way.ALONE)
+
+
+def _is_own(target: _Target, piece: Piece) -> bool:
+    """Whether all rows of a piece are this rank's."""
+    own = target.step.placement.own_rows
+    return piece.start >= own.start and piece.stop <= own.stop
+
+
+def _kind(target: _Target, piece: Piece) -> tuple[Format, torch.dtype, int, int]:
+    """What a piece has in common with those that one launch can quantize."""
+    step = target.step
+    assert step.format is not None
+    return step.format, SOURCE_DTYPES[step.tensor.dtype], piece.stop - piece.start, len(step.columns)
+
+
+def _runs(pieces: Sequence[Piece], views: Sequence[Tensor], kinds: Sequence[str | None]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of runs of pieces of one size and kind that lie behind each other, as do their ``views``.
+
+    Args:
+        pieces: The pieces.
+        views: Where each goes.
+        kinds: What those of a run have in common; None: it goes by itself.
+    """
+    start = 0
+    for i in range(1, len(pieces)):
+        before, piece = pieces[i - 1], pieces[i]
+        if (
+            piece.nbytes != before.nbytes
+            or piece.offset != before.offset + before.nbytes
+            or kinds[i] is None
+            or kinds[i] != kinds[i - 1]
+            or views[i].dtype != views[i - 1].dtype
+            or not follows(views[i - 1], views[i])
+        ):
+            yield start, i
+            start = i
+    if pieces:
+        yield start, len(pieces)
 
 
 def _scale_targets(plan: Plan, modules: dict[str, nn.Module]) -> list[Tensor]:
