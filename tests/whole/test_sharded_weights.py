@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from requant_ranks import run_ranks
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from requant.layers.latent import LatentProjection
 from requant.layers.linear import column_linear, merged_linear, qkv_linear
 from requant.layers.row_linear import RowLinear
 from requant.loading import Staging, load, make_plan, read_headers
+from requant.loading.cache import USABLE, Entry, Identity, Store, layout, make_writer
 from requant.models.attention import head_shares
 from requant.parallel import Ranks
 from requant.recipe import Recipe
@@ -215,7 +217,7 @@ def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out  # fmt: skip
 
 
-def load_ranks(folder, kind, size, format, source_format, ep, run_bytes, device):
+def load_ranks(folder, kind, size, format, source_format, ep, run_bytes, device, cached=None, after=None):
     sections = {
         "per_block_fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "mxfp4": {"quant_method": "mxfp4"},
@@ -228,9 +230,12 @@ def load_ranks(folder, kind, size, format, source_format, ep, run_bytes, device)
         model = nn.ModuleDict({"layer": kind.make(ranks)})
         plan = make_plan(
             model, read_headers(folder), recipe, name="m", config=config, dtype=torch.bfloat16,
-            device=torch.device("cpu"), ranks=ranks, run_bytes=run_bytes,
+            device=torch.device(device), ranks=ranks, run_bytes=run_bytes, cached=cached,
         )  # fmt: skip
         result = load(plan, model, staging=TINY)
+        assert not (cached and any(step.converts for step in plan.steps))
+        if after:
+            after(plan, model)
         assert result.bytes_read == plan.bytes_to_read >= plan.bytes_wanted
         assert result.bytes_sent == 4 * sum(len(step.rows) for step in plan.steps if step.together)
         assert plan.layers[0].bytes_after == sum(
@@ -301,6 +306,74 @@ def test_ranks_have_the_slices_of_the_unsharded_result(kind, format, source_form
                 expected = {"max": 4 * row_parallel_rows(spec)} if compares and row_parallel_rows(spec) else {}
                 assert sent == (expected if size > 1 else {})
     check_partition(spec)
+
+
+def splits_bytes(spec: Kind, format: str, size: int, ep: bool) -> bool:
+    """Whether two codes of a byte belong to two ranks."""
+    runs = [piece.columns for rank in range(size) for p in spec.pieces(size, rank, ep).values() for piece in p]
+    return format == "mxfp4" and any(run.start % 2 for run in runs)
+
+
+def check_entry(entry: Entry, spec: Kind, values: dict[str, Tensor], format: str) -> None:
+    """Whole matrices as one rank would quantize them, whoever wrote them; read without any code of requant's."""
+    stored: dict[str, Tensor] = {}
+    for file in entry.folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            stored |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    stacked = getattr(spec, "stacked", False)
+    assert len(stored) == 2 * len(spec.tensors)
+    for name, (n, _) in spec.tensors.items():
+        key = f"{name}.weight"
+        if stacked:
+            _, _, expert, part = name.split(".")
+            first = {
+                "gate_proj": 2 * int(expert) * n,
+                "up_proj": (2 * int(expert) + 1) * n,
+                "down_proj": int(expert) * n,
+            }
+            key = f"m.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}[{first[part]}]"
+        wanted = requant.quantize(values[name], format)
+        assert torch.equal(stored[key].view(torch.uint8), wanted.data.view(torch.uint8)), key
+        assert torch.equal(stored[f"{key}_scale"], wanted.scale), key
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("source_format", ["bf16", "per_block_fp8"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_entry_is_for_any_number_of_ranks(kind, format, source_format, device, tmp_path, monkeypatch):
+    if format == source_format:
+        return  # nothing is quantized, and so nothing is cached
+    monkeypatch.setattr(layout, "FILE_BYTES", 10_000)
+    spec = KINDS[kind]
+    values = write(tmp_path, spec, source_format)
+    layouts = [(size, ep) for size in SIZES for ep in ([False, True] if "experts" in kind and size > 1 else [False])]
+    for size, ep in layouts:
+        store, identity = Store(tmp_path / f"cache-{size}-{ep}"), Identity("f", {})
+        store.check_writable()
+
+        def keep(plan, model, store=store, identity=identity):
+            writer = make_writer(store, identity, plan, model, nonce=7)
+            writer.start()
+            writer.wait()
+
+        load_ranks(tmp_path, spec, size, format, source_format, ep, 1, device, after=keep)
+        entry = store.find(identity)
+        if splits_bytes(spec, format, size, ep):
+            assert entry is None
+            assert all(state.state != USABLE for state in store.states())
+            continue
+        assert entry is not None
+        with entry:
+            check_entry(entry, spec, values, format)
+            for other, other_ep in layouts:
+                layers, sent = load_ranks(
+                    tmp_path, spec, other, format, source_format, other_ep, 1, device, cached=entry
+                )
+                assert not sent
+                for rank, layer in enumerate(layers):
+                    for parameter, pieces in spec.pieces(other, rank, other_ep).items():
+                        check(layer, parameter, pieces, values, format)
 
 
 def row_parallel_rows(spec: Kind) -> int:

@@ -4,12 +4,13 @@ import sys
 from collections.abc import Sequence
 
 from requant import __version__
-from requant.entrypoints import plan, serve
+from requant.entrypoints import cache, plan, serve
 from requant.entrypoints.console import Parser, run
 
 _COMMANDS = {
     "serve": (serve.DESCRIPTION, serve.add_flags, serve.serve),
     "plan": (plan.DESCRIPTION, plan.add_flags, plan.plan),
+    "cache": (cache.DESCRIPTION, cache.add_flags, cache.cache),
 }
 
 

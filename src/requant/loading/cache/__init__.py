@@ -7,7 +7,7 @@ so it serves any number of ranks.
 
 from requant.loading.cache.entry import Entry
 from requant.loading.cache.identity import Identity, identify
-from requant.loading.cache.store import EntryState, Store
+from requant.loading.cache.store import USABLE, EntryState, Store
 from requant.loading.cache.writer import Writer, make_writer, new_nonce
 
-__all__ = ["Entry", "EntryState", "Identity", "Store", "Writer", "identify", "make_writer", "new_nonce"]
+__all__ = ["USABLE", "Entry", "EntryState", "Identity", "Store", "Writer", "identify", "make_writer", "new_nonce"]

@@ -42,8 +42,6 @@ class Entry:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             self.description = read_description(folder)
             self._tensors = self._read_tensors()
-            with suppress(OSError):  # somebody else's folder can be read, too
-                os.utime(folder / DESCRIPTION)
         except OSError as error:
             self.close()
             raise CheckpointError(f"cannot read {folder / DESCRIPTION}: {error.strerror or error}") from error
@@ -62,6 +60,11 @@ class Entry:
             return None
         here = replace(placement, tensor=name, whole=(), start=0)
         return SourcePart(codes, format, ScalePart(scale, 0, format.scale_shape(n, k))), here
+
+    def touch(self) -> None:
+        """Note that it is used."""
+        with suppress(OSError):  # somebody else's folder can be read, too
+            os.utime(self.folder / DESCRIPTION)
 
     def close(self) -> None:
         """Let go of it."""

@@ -76,13 +76,13 @@ def described(format: Format, n: int, k: int) -> tuple[tuple[tuple[int, int], st
     return (format.data_shape(n, k), _NAMES[format.data_dtype]), (format.scale_shape(n, k), _NAMES[format.scale_dtype])
 
 
-def arrange(conversions: Iterable[Conversion], file_bytes: int = FILE_BYTES) -> list[EntryFile]:
+def arrange(conversions: Iterable[Conversion]) -> list[EntryFile]:
     """The files of an entry. The same on every rank: nothing of it depends on what a rank has."""
-    groups = list(_grouped(conversions, file_bytes))
+    groups = list(_grouped(conversions))
     return [_file(f"weights-{i:05}-of-{len(groups):05}.safetensors", group) for i, group in enumerate(groups, 1)]
 
 
-def _grouped(conversions: Iterable[Conversion], file_bytes: int) -> Iterator[list[Conversion]]:
+def _grouped(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
     modules: dict[str, list[Conversion]] = {}
     for conversion in conversions:
         modules.setdefault(conversion.module, []).append(conversion)
@@ -92,7 +92,7 @@ def _grouped(conversions: Iterable[Conversion], file_bytes: int) -> Iterator[lis
         for conversion in sorted(of_module, key=lambda c: c.placement.parameter):  # stable: parts stay as they stack
             group.append(conversion)
             nbytes += conversion.format.nbytes(*conversion.placement.shape)
-            if nbytes >= file_bytes:
+            if nbytes >= FILE_BYTES:
                 yield group
                 group, nbytes = [], 0
     if group:

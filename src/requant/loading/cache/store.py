@@ -77,6 +77,7 @@ class Store:
         except CheckpointError as error:
             logger.warning("an entry of the cache is damaged, and will be made anew: %s", error)
             return None
+        entry.touch()
         return entry
 
     def check_writable(self) -> None:
@@ -129,10 +130,10 @@ class Store:
                 self._discard(folder)
         return unused
 
-    def remove_leftovers(self) -> None:
-        """Remove what processes that no longer live have not finished."""
+    def remove_leftovers(self, but: Path) -> None:
+        """Remove what processes that no longer live have not finished, ``but`` one."""
         for folder in self._folders():
-            if folder.name.startswith("."):
+            if folder.name.startswith(".") and folder != but:
                 self.remove(folder)
 
     def states(self) -> list[EntryState]:

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -37,6 +38,8 @@ _SLAB_BYTES = 32 * 1024**2
 # One does not use what a disk can take, and more take cores from the model that runs meanwhile.
 _THREADS = 4
 _POLL_SECONDS = 0.02
+# Left by a rank that could not write what it has.
+_FAILED = "failed"
 
 
 class _Stopped(Exception):
@@ -59,7 +62,7 @@ class _Run:
 
 
 def make_writer(store: Store, identity: Identity, plan: Plan, model: nn.Module, nonce: int) -> "Writer | None":
-    """What will write an entry of a loaded model; None, and a line in the log, if none can be written.
+    """What will write an entry of a loaded model; None if nothing was quantized.
 
     Args:
         store: Where to.
@@ -69,9 +72,6 @@ def make_writer(store: Store, identity: Identity, plan: Plan, model: nn.Module, 
         nonce: A number that all ranks of this load have, and no other load; see :func:`new_nonce`.
     """
     if not plan.conversions:
-        return None
-    if any(_shares_bytes(conversion) for conversion in plan.conversions):
-        logger.warning("the quantized weights are not cached: ranks have odd columns, of which two share a byte")
         return None
     return Writer(store, identity, plan, model, nonce)
 
@@ -112,8 +112,12 @@ class Writer:
         begin = time.perf_counter()
         try:
             with self._locked():
+                if any(_shares_bytes(conversion) for file in self._files for conversion, *_ in file.matrices):
+                    raise ValueError("two ranks share a byte of a row")  # which neither can write alone
                 self._write_files()
                 if self._ranks.rank:
+                    while self._folder.exists() and not self._stop.wait(_POLL_SECONDS):
+                        pass  # the folder stays locked
                     return
                 self._await_others()
                 self._describe()
@@ -122,18 +126,26 @@ class Writer:
                     seconds = time.perf_counter() - begin
                     logger.info("%s of quantized weights cached in %.1f seconds: %s", size, seconds, self._store.folder)
         except _Stopped:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._give_up()
         except Exception as error:  # the model runs nevertheless
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._give_up()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{error}"
             logger.warning("the quantized weights are not cached: %s", reason)
         finally:
             self._modules = {}
 
+    def _give_up(self) -> None:
+        """Remove what is there, or let rank 0 do so, which waits for all."""
+        if not self._ranks.rank:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return
+        with suppress(OSError):
+            (self._folder / _FAILED).touch()
+
     def _locked(self) -> "_Lock":
         """The folder, made by whichever rank comes first, and marked as being written."""
         if not self._ranks.rank:
-            self._store.remove_leftovers()
+            self._store.remove_leftovers(but=self._folder)  # another rank may have made it already
         self._folder.mkdir(parents=True, exist_ok=True)
         needed, free = total_bytes(self._files), shutil.disk_usage(self._folder).free
         if needed > free:
@@ -184,7 +196,7 @@ class Writer:
     def _await_others(self) -> None:
         for rank in range(self._ranks.size):
             while not (self._folder / f"rank-{rank}").exists():
-                if self._stop.wait(_POLL_SECONDS) or not self._folder.exists():
+                if self._stop.wait(_POLL_SECONDS) or (self._folder / _FAILED).exists():
                     raise _Stopped
             (self._folder / f"rank-{rank}").unlink()
 
