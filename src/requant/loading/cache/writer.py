@@ -116,8 +116,8 @@ class Writer:
                     raise ValueError("two ranks share a byte of a row")  # which neither can write alone
                 self._write_files()
                 if self._ranks.rank:
-                    while self._folder.exists() and not self._stop.wait(_POLL_SECONDS):
-                        pass  # the folder stays locked
+                    while self._folder.exists() and not self._given_up:
+                        time.sleep(_POLL_SECONDS)  # the folder stays locked
                     return
                 self._await_others()
                 self._describe()
@@ -135,12 +135,17 @@ class Writer:
             self._modules = {}
 
     def _give_up(self) -> None:
-        """Remove what is there, or let rank 0 do so, which waits for all."""
-        if not self._ranks.rank:
+        """Remove what is there; ranks that come later find the mark that there is nothing to wait for."""
+        if self._ranks.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
-            return
-        with suppress(OSError):
-            (self._folder / _FAILED).touch()
+        if self._ranks.size > 1:
+            with suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / _FAILED).touch()
+
+    @property
+    def _given_up(self) -> bool:
+        return self._stop.is_set() or (self._folder / _FAILED).exists()
 
     def _locked(self) -> "_Lock":
         """The folder, made by whichever rank comes first, and marked as being written."""
@@ -196,8 +201,9 @@ class Writer:
     def _await_others(self) -> None:
         for rank in range(self._ranks.size):
             while not (self._folder / f"rank-{rank}").exists():
-                if self._stop.wait(_POLL_SECONDS) or (self._folder / _FAILED).exists():
+                if self._given_up:
                     raise _Stopped
+                time.sleep(_POLL_SECONDS)
             (self._folder / f"rank-{rank}").unlink()
 
     def _describe(self) -> None:
