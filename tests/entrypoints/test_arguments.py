@@ -35,6 +35,7 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "enforce_eager": ([], True),
     "online_quant_config": (['{"global_quant_config": "ptpc_fp8"}'], '{"global_quant_config": "ptpc_fp8"}'),
     "online_quant_info_dir": (["/tmp"], "/tmp"),
+    "online_quant_cache": (["/tmp/cache"], "/tmp/cache"),
     "block_size": (["32"], 32),
     "gpu_memory_utilization": (["0.5"], 0.5),
     "kv_cache_memory_bytes": (["1024"], 1024),

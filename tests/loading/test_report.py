@@ -26,6 +26,7 @@ def test_report(tiny, tmp_path, caplog):
         "load_seconds",
         "peak_device_memory_gb",
         "bytes_sent",
+        "cache_entry",
         "tensor_parallel_size",
         "expert_parallel",
         "bytes_wanted",
