@@ -20,9 +20,9 @@ LARGE = [(2048, 7168), (7168, 2048), (576, 7168), (1000, 1537), (0, 128)]
 SCALES = ("normal", "tiny", "huge", "signed", "special")
 
 
-def make(n: int, k: int, scales: str) -> tuple[Tensor, Tensor]:
+def make(n: int, k: int, scales: str, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Every code, NaN among them only where scales are special, and scales of one kind."""
-    generator = torch.Generator().manual_seed(n * 10007 + k)
+    generator = torch.Generator().manual_seed((n * 10007 + k) * 31 + seed)
     codes = torch.randint(0, 256, (n, k), generator=generator, dtype=torch.uint8)
     if scales != "special":
         codes[(codes & 0x7F) == 0x7F] = 0x7E
@@ -47,16 +47,24 @@ def by_hand(codes: Tensor, scale: Tensor) -> Tensor:
     return (codes.float() * factors).to(torch.bfloat16)
 
 
-def run(function, target: str, codes: Tensor, scale: Tensor, device: str) -> tuple[Tensor, Tensor, int]:
-    """Into poisoned buffers, with a count that is not zero before."""
-    format, (n, k) = FORMATS[target], codes.shape
-    data = torch.full(format.data_shape(n, k), 0xFF, dtype=torch.uint8, device=device).view(format.data_dtype)
+Weight = tuple[Tensor, Tensor]
+
+
+def run(function, target: str, weights: list[Weight], device: str) -> list[tuple[Tensor, Tensor, int]]:
+    """Into poisoned buffers, with counts that are not zero before."""
+    format, (n, k) = FORMATS[target], weights[0][0].shape
     shape = format.scale_shape(n, k)
-    out_scale = torch.full((*shape, format.scale_dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
-    out_scale = out_scale.view(format.scale_dtype).view(shape)
-    bad = torch.tensor([5], device=device)
-    function(format, codes.to(device), scale.to(device), data, out_scale, bad)
-    return data.cpu().view(torch.uint8), out_scale.cpu(), int(bad) - 5
+    data, scale = [], []
+    for _ in weights:
+        out = torch.full(format.data_shape(n, k), 0xFF, dtype=torch.uint8, device=device)
+        out_scale = torch.full((*shape, format.scale_dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
+        data.append(out.view(format.data_dtype))
+        scale.append(out_scale.view(format.scale_dtype).view(shape))
+    bad = torch.full((len(weights),), 5, device=device)
+    sources = [[tensor.to(device) for tensor in column] for column in zip(*weights, strict=True)]
+    function(format, *sources, data, scale, bad.unbind())
+    rows = zip(data, scale, (bad - 5).tolist(), strict=True)
+    return [(codes.cpu().view(torch.uint8), scales.cpu(), count) for codes, scales, count in rows]
 
 
 @pytest.mark.parametrize("scales", SCALES)
@@ -65,7 +73,7 @@ def run(function, target: str, codes: Tensor, scale: Tensor, device: str) -> tup
 def test_the_reference_is_dequantize_round_quantize(n: int, k: int, target: str, scales: str) -> None:
     codes, scale = make(n, k, scales)
     weight = by_hand(codes, scale)
-    data, out_scale, bad = run(reference.requantize, target, codes, scale, "cpu")
+    data, out_scale, bad = run(reference.requantize, target, [(codes, scale)], "cpu")[0]
     assert bad == (~weight.isfinite()).sum()
     if bad:
         with pytest.raises(CheckpointError):
@@ -76,15 +84,18 @@ def test_the_reference_is_dequantize_round_quantize(n: int, k: int, target: str,
     assert torch.equal(out_scale, wanted.scale)
 
 
-def check(n: int, k: int, target: str, scales: str, device: str) -> None:
+def check(n: int, k: int, target: str, scales: str, device: str, many: int = 3) -> None:
     """The kernel that a GPU takes, against the reference; what holds no number that is finite is only counted."""
-    codes, scale = make(n, k, scales)
-    got = run(lookup("requantize", target, "cuda"), target, codes, scale, device)
-    wanted = run(reference.requantize, target, codes, scale, "cpu")
-    assert got[2] == wanted[2], f"{n} x {k}, {target}, {scales}: {got[2]} not finite, {wanted[2]} are"
-    if not wanted[2]:
-        for name, one, other in zip(("data", "scale"), got[:2], wanted[:2], strict=True):
-            same = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    kinds = [scales, *("normal" for _ in range(many - 2)), scales][:many]
+    weights = [make(n, k, kind, seed) for seed, kind in enumerate(kinds)]
+    got = run(lookup("requantize", target, "cuda"), target, weights, device)
+    wanted = run(reference.requantize, target, weights, "cpu")
+    for one, other in zip(got, wanted, strict=True):
+        assert one[2] == other[2], f"{n} x {k}, {target}, {scales}: {one[2]} not finite, {other[2]} are"
+        if other[2]:
+            continue
+        for name, here, there in zip(("data", "scale"), one[:2], other[:2], strict=True):
+            same = torch.equal(here.view(torch.uint8), there.view(torch.uint8))
             assert same, f"{n} x {k}, {target}, {scales}: {name} differs"
 
 
@@ -105,7 +116,7 @@ def test_buffers_of_another_shape_are_refused(target: str) -> None:
     pytest.importorskip("triton")
     codes, scale = make(130, 65, "normal")
     with pytest.raises(ValueError, match="codes_scale is"):
-        run(lookup("requantize", target, "cuda"), target, codes, scale[:1], "cpu")
+        run(lookup("requantize", target, "cuda"), target, [(codes, scale[:1])], "cpu")
 
 
 if __name__ == "__main__":

@@ -30,19 +30,26 @@ def quantize_many(
         quantize(format, weight, codes, scales)
 
 
-def requantize(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor, scale: Tensor, bad: Tensor) -> None:
-    """Dequantize a ``per_block_fp8`` weight, round it to bfloat16 and quantize that; see the table.
+def requantize(
+    format: Format,
+    codes: Sequence[Tensor],
+    codes_scale: Sequence[Tensor],
+    data: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    bad: Sequence[Tensor],
+) -> None:
+    """Dequantize ``per_block_fp8`` weights, round them to bfloat16 and quantize that; see the table.
 
     In runs of whole blocks of rows, so that the temporaries stay small.
     """
-    n, k = codes.shape
-    rows = PER_BLOCK.group[0]
-    for start, stop in row_runs(n, k, rows):
-        blocks = codes_scale[start // rows : ceil(stop / rows)]
-        weight = PER_BLOCK.dequantize(codes[start:stop], blocks, (stop - start, k)).to(torch.bfloat16)
-        bad += count_nonfinite(weight)
-        own = format.group[0]
-        quantize(format, weight, data[start:stop], scale[start // own : ceil(stop / own)])
+    rows, own = PER_BLOCK.group[0], format.group[0]
+    for one, one_scale, out, out_scale, count in zip(codes, codes_scale, data, scale, bad, strict=True):
+        n, k = one.shape
+        for start, stop in row_runs(n, k, rows):
+            blocks = one_scale[start // rows : ceil(stop / rows)]
+            weight = PER_BLOCK.dequantize(one[start:stop], blocks, (stop - start, k)).to(torch.bfloat16)
+            count += count_nonfinite(weight)
+            quantize(format, weight, out[start:stop], out_scale[start // own : ceil(stop / own)])
 
 
 class ReferenceLinear:

@@ -18,11 +18,11 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     given the largest magnitudes of the features that share a scale, float32 [M, G], and returns those of all ranks.
     A ``dtype`` of float64 asks the reference for a product in float64.
 
-``requantize(format: Format, codes: Tensor, codes_scale: Tensor, data: Tensor, scale: Tensor, bad: Tensor) -> None``
-    Of a ``per_block_fp8`` weight, ``codes`` [N, K] and ``codes_scale`` float32 [⌈N/128⌉, ⌈K/128⌉], both contiguous:
-    dequantize to float32, round to bfloat16, add the number of values that are then not finite to ``bad`` (int64 [1]),
-    and quantize into ``data`` and ``scale`` as above, whose contents are undefined if any was not. In one pass over
-    the device's memory, without a bfloat16 copy, where a kernel does it.
+``requantize(format, codes: list[Tensor], codes_scale: list[Tensor], data, scale, bad: list[Tensor]) -> None``
+    Of ``per_block_fp8`` weights of one shape, ``codes`` [N, K] and ``codes_scale`` float32 [⌈N/128⌉, ⌈K/128⌉], both
+    contiguous: dequantize to float32, round to bfloat16, add the number of each one's values that are then not finite
+    to its ``bad`` (int64, one value), and quantize into ``data`` and ``scale`` as above, whose contents are undefined
+    if any was not. In one pass over the device's memory, without a bfloat16 copy, where a kernel does it.
 
 ``experts(weights: ExpertWeights, dtype: torch.dtype, row_max: RowMax | None = None) -> Callable[..., Tensor]``
     Called once after loading, as ``linear``; returns the forward of a fused MoE: x [T, H] (``dtype``), chosen experts

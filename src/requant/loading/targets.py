@@ -38,6 +38,17 @@ class _Way(Enum):
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """What pieces have in common that one launch can quantize: formats before and after, dtype, rows and columns."""
+
+    format: Format
+    source: Format | None
+    dtype: torch.dtype
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class _Target:
     """Where a step's rectangle goes: views of the parameter and of its scales, and the scales it comes with."""
 
@@ -102,7 +113,7 @@ class Targets:
             pieces: What is there.
             source: Their bytes, of the steps' columns: uint8 on the device, which may be overwritten.
         """
-        batches: dict[tuple[Format, torch.dtype, int, int], list[Piece]] = defaultdict(list)
+        batches: dict[_Kind, list[Piece]] = defaultdict(list)
         copies: list[Piece] = []
         for piece in pieces:
             target = self._target(piece.index)
@@ -112,13 +123,17 @@ class Targets:
                 copies.append(piece)
             else:
                 batches[_kind(target, piece)].append(piece)
-        for (format, dtype, n, k), batch in batches.items():
+        for kind, batch in batches.items():
             # All columns of the result are views, which is what Python's time goes to here.
-            weights = [source[p.offset : p.offset + p.nbytes].view(dtype).view(n, k) for p in batch]
+            sources = [source[p.offset : p.offset + p.nbytes].view(kind.dtype).view(kind.rows, -1) for p in batch]
             data = [self._own_rows(self._target(p.index), p.start, p.stop) for p in batch]
             scale = [self._own_scales(self._target(p.index), p.start, p.stop) for p in batch]
             bad = [self._counters[p.index] for p in batch]
-            lookup("quantize_many", format.name, self._device.type)(format, weights, data, scale, bad)
+            if kind.source is None:
+                self._kernel("quantize_many", kind.format)(kind.format, sources, data, scale, bad)
+            else:
+                scales = [_source_scale(self._target(p.index), p.start, p.stop) for p in batch]
+                self._kernel("requantize", kind.format)(kind.format, sources, scales, data, scale, bad)
         self._copy(copies, source)
 
     def _copy(self, pieces: Sequence[Piece], source: Tensor) -> None:
@@ -163,7 +178,7 @@ class Targets:
             if step.together:
                 self._quantize_together(target, start, stop, weight)
             else:
-                self._place(target, start, stop, partial(self._op(target, "quantize"), step.format, weight))
+                self._place(target, start, stop, partial(self._kernel("quantize", step.format), step.format, weight))
         elif not step.converts:
             assert target.shard is not None
             codes = source.view(step.source.data_dtype).view(stop - start, -1)
@@ -197,9 +212,9 @@ class Targets:
             f"tensor {info.name} of {info.file}: {count} of {values} values are NaN or Inf (as {shown}){more}"
         )
 
-    def _op(self, target: _Target, op: str) -> Callable[..., None]:
-        assert target.step.format is not None
-        return lookup(op, target.step.format.name, self._device.type)
+    def _kernel(self, op: str, format: Format | None) -> Callable[..., None]:
+        assert format is not None
+        return lookup(op, format.name, self._device.type)
 
     def _own_rows(self, target: _Target, start: int, stop: int) -> Tensor:
         """The rows of the parameter that rows ``start`` to ``stop`` of the matrix fill, those of them that it has."""
@@ -219,16 +234,13 @@ class Targets:
         target = self._target(index)
         step = target.step
         assert step.source is not None
-        assert target.source_scale is not None
         shape = stop - start, len(step.columns)
         codes = source.view(step.source.data_dtype).view(stop - start, -1)
-        group = step.source.group[0]
-        first = start // group - step.rows.start // group
-        scale = target.source_scale[first : first + step.source.scale_shape(*shape)[0]]
+        scale = _source_scale(target, start, stop)
         if step.format is not None and not step.together:
-            bad = self._bad[index : index + 1]
-            requantize = self._op(target, "requantize")
-            self._place(target, start, stop, lambda data, out: requantize(step.format, codes, scale, data, out, bad))
+            bad = self._counters[index]
+            requantize = partial(self._kernel("requantize", step.format), step.format, [codes], [scale])
+            self._place(target, start, stop, lambda data, out: requantize([data], [out], [bad]))
             return
         weight = step.source.dequantize(codes, scale, shape).to(torch.bfloat16)
         if step.together:
@@ -316,11 +328,9 @@ def _target(step: Step, module: nn.Module, scales: list[Tensor], device: torch.d
     scale = scale.view(-1, scale.shape[-1])[first : first + len(shard.scale_rows)]
     simple = (
         device.type == "cuda"  # where launches cost more than the work of one
-        and step.source is None
         and not step.together
         and step.columns == shard.columns
-        and len(step.columns) % _MANY == 0
-        and rows.data_ptr() % _ALIGNMENT == 0
+        and (step.source is not None or (len(step.columns) % _MANY == 0 and rows.data_ptr() % _ALIGNMENT == 0))
     )
     return _Target(step, shard, rows, scale, source_scale, _Way.QUANTIZED if simple else _Way.ALONE)
 
@@ -331,11 +341,21 @@ def _is_own(target: _Target, piece: Piece) -> bool:
     return piece.start >= own.start and piece.stop <= own.stop
 
 
-def _kind(target: _Target, piece: Piece) -> tuple[Format, torch.dtype, int, int]:
-    """What a piece has in common with those that one launch can quantize."""
+def _kind(target: _Target, piece: Piece) -> _Kind:
     step = target.step
     assert step.format is not None
-    return step.format, SOURCE_DTYPES[step.tensor.dtype], piece.stop - piece.start, len(step.columns)
+    dtype = step.source.data_dtype if step.source else SOURCE_DTYPES[step.tensor.dtype]
+    return _Kind(step.format, step.source, dtype, piece.stop - piece.start, len(step.columns))
+
+
+def _source_scale(target: _Target, start: int, stop: int) -> Tensor:
+    """The scales that rows ``start`` to ``stop`` of a quantized tensor come with."""
+    step = target.step
+    assert step.source is not None
+    assert target.source_scale is not None
+    group = step.source.group[0]
+    first = start // group - step.rows.start // group
+    return target.source_scale[first : first + step.source.scale_shape(stop - start, len(step.columns))[0]]
 
 
 def _runs(pieces: Sequence[Piece], views: Sequence[Tensor], kinds: Sequence[str | None]) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,8 @@ from requant.formats.fp8 import E4M3
 from requant.formats.ptpc_fp8 import FORMAT as PTPC_FP8
 from requant.kernels.activation import quantize_activation
 from requant.kernels.table import RowMax
-from requant.kernels.triton.quantize_fp8 import casts_in_hardware, e4m3_bits, quantize_ptpc, scale_of
+from requant.kernels.triton.e4m3 import casts_in_hardware, e4m3_bits, scale_of
+from requant.kernels.triton.quantize_fp8 import quantize_ptpc
 
 _GROUP = 128
 _GROUPS_PER_PROGRAM = 8
@@ -64,7 +65,7 @@ def _group_kernel(
     scale_stride_k,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    HARDWARE_CAST: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """GROUPS groups of one token."""
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +73,7 @@ def _group_kernel(
     col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + row * K + col, mask=col < K, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(tl.abs(x), 1))
-    codes = e4m3_bits(tl.div_rn(x, scale[:, None]), HARDWARE_CAST)
+    codes = e4m3_bits(tl.div_rn(x, scale[:, None]), HARDWARE)
     tl.store(q_ptr + row * K + col, codes, mask=col < K)
     tl.store(scale_ptr + row * scale_stride_m + group * scale_stride_k, scale, mask=group < groups)
 
@@ -102,7 +103,7 @@ def quantize_groups(x: Tensor, padded_rows: int = 0) -> tuple[Tensor, Tensor]:
         scale.stride(1),
         GROUP=_GROUP,
         GROUPS=_GROUPS_PER_PROGRAM,
-        HARDWARE_CAST=casts_in_hardware(x.device),
+        HARDWARE=casts_in_hardware(x.device),
         num_warps=2,
     )
     return q, scale

@@ -1,6 +1,6 @@
 """One launch for many matrices: a table of where each lies, and where what becomes of it goes.
 
-Everything lies at multiples of 16 bytes, which kernels rely on for wide accesses.
+What lies at multiples of 16 bytes is read and written in wide accesses.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,16 @@ def address_table(*columns: Sequence[Tensor]) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
+def aligned(*columns: Sequence[Tensor]) -> bool:
+    """Whether everything lies at multiples of 16 bytes."""
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for column in columns for tensor in column)
+
+
 @triton.jit
 def matrix_of(table, many, matrix, TYPE: tl.constexpr, SCALE_TYPE: tl.constexpr):
-    """A matrix's weight, codes (bytes), scales, and its count of values that are not finite (int64)."""
+    """A matrix's weight and codes (bytes), both at multiples of 16 bytes, its scales, and its count of values that are
+    not finite (int64).
+    """
     weight = tl.load(table + matrix).to(tl.pointer_type(TYPE))
     data = tl.load(table + many + matrix).to(tl.pointer_type(tl.uint8))
     scale = tl.load(table + 2 * many + matrix).to(tl.pointer_type(SCALE_TYPE))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant.formats.fp8 import E4M3
-from requant.kernels.triton.quantize_fp8 import casts_in_hardware, e4m3_bits, scale_of
+from requant.kernels.triton.e4m3 import casts_in_hardware, e4m3_bits, scale_of
 
 # ``Format.activation`` → columns that share a scale; 0: the whole row.
 _GROUP = {"fp8_per_token": 0, "fp8_1x128": 128}
@@ -44,7 +44,7 @@ def _silu_quantize_kernel(
     groups,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    HARDWARE_CAST: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     """One row, BLOCK / GROUP scales of GROUP columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def _silu_quantize_kernel(
     cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = _silu_mul(y_ptr, row, cols - lead, inner, y_ptr.dtype.element_ty)
     scale = scale_of(tl.max(tl.abs(value), 1))
-    codes = e4m3_bits(tl.div_rn(value, scale[:, None]), HARDWARE_CAST)
+    codes = e4m3_bits(tl.div_rn(value, scale[:, None]), HARDWARE)
     tl.store(q_ptr + row * width + cols, codes, mask=cols < width)
     tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
 
@@ -102,7 +102,7 @@ def silu_mul_quantize(y: Tensor, kind: str, lead: int = 0, width: int | None = N
         groups,
         BLOCK=block,
         GROUP=group,
-        HARDWARE_CAST=casts_in_hardware(y.device),
+        HARDWARE=casts_in_hardware(y.device),
         num_warps=min(max(block // 512, 1), 16),
     )
     return q, scale

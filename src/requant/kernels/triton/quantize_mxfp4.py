@@ -16,6 +16,7 @@ from torch import Tensor
 from requant.formats.base import Format
 from requant.kernels.triton.addresses import TRITON_TYPES, address_table, count_bad, matrix_of
 from requant.kernels.triton.buffers import check_buffers
+from requant.kernels.triton.e4m3 import INFINITY_BITS
 
 PAIRS = tl.constexpr(16)
 # 2^22, the float32 whose last place is 0.5: the low bits of a sum with it count half steps.
@@ -38,11 +39,18 @@ def _code_bits(magnitude, reciprocal):
 
 
 @triton.jit
-def store_groups(even, odd, group, in_range, data, scale):
-    """Quantize and store groups given as float32 bits (int32 [GROUPS, P]) of their even and odd columns."""
+def store_groups(even, odd, group, in_range, data, scale, bad, COUNT: tl.constexpr):
+    """Quantize and store groups given as float32 bits (int32 [GROUPS, P]) of their even and odd columns.
+
+    COUNT: add how many values are not finite to ``bad``.
+    """
     even_magnitude = even & 0x7FFFFFFF
     odd_magnitude = odd & 0x7FFFFFFF
     amax = tl.max(tl.maximum(even_magnitude, odd_magnitude), 1)
+    if COUNT:
+        if tl.max(amax, 0) >= INFINITY_BITS:
+            wrong = (even_magnitude >= INFINITY_BITS).to(tl.int32) + (odd_magnitude >= INFINITY_BITS).to(tl.int32)
+            count_bad(bad, tl.sum(tl.sum(wrong, 1), 0))
     exponent = tl.maximum(((amax + 0x00200000) >> 23) - 2, 0)
     reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     low = _code_bits(even_magnitude.to(tl.float32, bitcast=True), reciprocal)
@@ -83,10 +91,7 @@ def _words(program, words, data, scale, bad, total, dtype: tl.constexpr, GROUPS:
     else:
         even = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
         odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    if COUNT:
-        wrong = ((even & 0x7F800000) == 0x7F800000).to(tl.int32) + ((odd & 0x7F800000) == 0x7F800000).to(tl.int32)
-        count_bad(bad, tl.sum(tl.sum(wrong, 1), 0))
-    store_groups(even, odd, group, in_range, data, scale)
+    store_groups(even, odd, group, in_range, data, scale, bad, COUNT)
 
 
 @triton.jit
@@ -100,7 +105,9 @@ def _any_kernel(weight, data, scale, total, k, groups_k, GROUPS: tl.constexpr):
     source = weight + row[:, None] * k + col
     even = tl.load(source, mask=in_range[:, None] & (col < k), other=0.0).to(tl.float32)
     odd = tl.load(source + 1, mask=in_range[:, None] & (col + 1 < k), other=0.0).to(tl.float32)
-    store_groups(even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True), group, in_range, data, scale)
+    store_groups(
+        even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True), group, in_range, data, scale, scale, False
+    )
 
 
 _GROUPS = 128
