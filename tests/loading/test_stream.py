@@ -1,15 +1,18 @@
 import hashlib
 import threading
+import weakref
 
 import pytest
 import torch
 from requant_tensors import bits
 
 import requant
-from requant.errors import CheckpointError
+from requant.errors import CheckpointError, ConfigError
 from requant.formats import FORMATS, QuantizedTensor
 from requant.loading import Staging, load
 from requant.loading.plan import BUDGET
+from requant.loading.reader import SlabPool
+from requant.loading.targets import Targets
 
 QKV = "model.layers.0.self_attn.qkv_proj"
 PARTS = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
@@ -177,6 +180,60 @@ def test_interruption_stops_the_readers_and_says_where(tiny, error):
         load(tiny.plan(), tiny.model, progress=Watch(error), staging=SMALL)
     assert not reader_threads()
     assert any("loading stopped at tensor" in note for note in caught.value.__notes__)
+
+
+@pytest.fixture
+def slabs(monkeypatch):
+    """Weak references to every slab that a load takes."""
+    taken, take = [], SlabPool.take
+
+    def record(pool):
+        slab = take(pool)
+        taken.append(weakref.ref(slab))
+        return slab
+
+    monkeypatch.setattr(SlabPool, "take", record)
+    return taken
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("16 GiB were asked for")
+
+
+def test_a_load_that_fails_holds_nothing(tiny, slabs):
+    """Not even while somebody holds the error, as an interactive session does."""
+    with pytest.raises(ValueError, match="broken") as caught:
+        load(tiny.plan(), tiny.model, progress=Watch(ValueError("broken")), staging=SMALL)
+    assert slabs
+    assert not list(tiny.model.parameters())
+    assert not any(slab() is not None for slab in slabs)
+    assert "_fill" in str(caught.getrepr(style="native")), "where it came from is still to be seen"
+    load(tiny.plan(), tiny.model)
+    assert list(tiny.model.parameters())
+
+
+def test_the_devices_memory_runs_out_on_the_way(tiny, slabs, monkeypatch):
+    plan = tiny.plan({"global_quant_config": "mxfp4"})
+    monkeypatch.setattr(Targets, "fill", out_of_memory)
+    with pytest.raises(ConfigError, match=r"memory of cpu ran out while loading, at tensor \S+ of \S+safetensors$"):
+        load(plan, tiny.model, staging=SMALL)
+    assert not reader_threads()
+    assert not list(tiny.model.parameters())
+    assert not any(slab() is not None for slab in slabs)
+
+
+def test_the_devices_memory_runs_out_in_the_layout_step(tiny, monkeypatch):
+    monkeypatch.setattr(type(tiny.model.model.layers[0].self_attn.qkv_proj), "finish", out_of_memory)
+    with pytest.raises(ConfigError, match=f"memory of cpu ran out in the layout step of {QKV}$"):
+        load(tiny.plan(), tiny.model)
+    assert not list(tiny.model.parameters())
+
+
+def test_the_hosts_memory_runs_out(tiny, monkeypatch):
+    monkeypatch.setattr(SlabPool, "take", out_of_memory)
+    with pytest.raises(ConfigError, match=r"host's memory ran out before tensor .* of .*: there is none for a slab"):
+        load(tiny.plan(), tiny.model, staging=SMALL)
+    assert not reader_threads()
 
 
 def test_default_staging_stays_within_the_budget():

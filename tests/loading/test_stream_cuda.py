@@ -48,6 +48,22 @@ def test_values_that_are_not_finite(tiny, name):
         load(plan, tiny.model, staging=SMALL)
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_load_that_fails_leaves_nothing_on_the_device(make_tiny, damaged):
+    tiny = make_tiny(layers=8)
+    if damaged:
+        tiny.tensors["model.layers.7.self_attn.k_proj.weight"][3, 7] = float("nan")
+    plan = tiny.plan({"global_quant_config": "mxfp4"}, tiny.save(shards=2), device=torch.device("cuda"))
+    if not damaged:
+        last = plan.steps[-1].tensor
+        with last.file.open("r+b") as file:
+            file.truncate(last.start + 1)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(CheckpointError) as caught:
+        load(plan, tiny.model, staging=SMALL)
+    assert torch.cuda.memory_allocated() == before, f"while {caught.value!r} is held"
+
+
 def test_peak_is_the_finished_weights_and_a_few_chunks(tmp_path, matrices):
     layers, n, k = 8, 8192, 4096
     save_file(

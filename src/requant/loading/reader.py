@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from requant.errors import CheckpointError
+from requant.errors import CheckpointError, ConfigError
 from requant.loading.headers import TensorInfo
 
 
@@ -147,6 +147,7 @@ class Reader:
 
         Raises:
             CheckpointError: A file could not be read; the message names file and tensor.
+            ConfigError: There is no memory for a slab.
         """
         with self._arrived:
             arrived = self._done.popleft() if self._done else None
@@ -159,7 +160,7 @@ class Reader:
         """The next extent that has been read; one must still be outstanding, and a slab free to read it into.
 
         Raises:
-            CheckpointError: See :meth:`poll`.
+            CheckpointError, ConfigError: See :meth:`poll`.
         """
         with self._arrived:
             self._arrived.wait_for(lambda: self._done)
@@ -170,7 +171,7 @@ class Reader:
     def _work(self) -> None:
         while (index := self._next()) is not None:
             try:
-                slab = self._pool.take()
+                slab = self._slab(self._extents[index])
                 self._read(self._extents[index], slab)
             except Exception as error:  # handed to the consumer, which raises it
                 self._put(error)
@@ -188,6 +189,15 @@ class Reader:
                 return None
             self._cursor += 1
             return self._cursor - 1
+
+    def _slab(self, extent: Extent) -> Tensor:
+        try:
+            return self._pool.take()
+        except (RuntimeError, MemoryError) as error:  # torch has no narrower one for the host's memory
+            raise ConfigError(
+                f"the host's memory ran out before {extent.what} of {extent.tensor.file}: "
+                f"there is none for a slab of {self._pool.slab_bytes} bytes"
+            ) from error
 
     def _put(self, item: tuple[int, Tensor] | Exception) -> None:
         with self._arrived:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -93,25 +94,37 @@ def load(
     Raises:
         CheckpointError: A file cannot be read or is truncated, or a tensor holds a NaN or an Inf.
         ConfigError: Memory ran out.
+        Exception: Whatever else stops it, the model has no parameter then, and no memory is held for it.
     """
+    try:
+        with torch.no_grad(), _without_collections():
+            return _load(plan, model, progress, staging)
+    except BaseException as error:
+        _forget(model, error)
+        raise
+
+
+def _load(plan: Plan, model: nn.Module, progress: Progress | None, staging: Staging | None) -> LoadResult:
     begin = time.perf_counter()
     for warning in plan.warnings if plan.ranks.rank == 0 else ():
         logger.warning("%s", warning)
     staging = staging or Staging.of(plan.device, plan.ranks.size)
-    with torch.no_grad(), _without_collections():
+    with _memory_runs_out(plan, "while the model's parameters were made"):
         _build(plan, model)
         targets = Targets(plan, model)
-        phases = scale_chunks(plan, staging.slab_bytes), weight_chunks(plan, staging.slab_bytes)
-        largest = max((chunk.extent.nbytes for chunks in phases for chunk in chunks), default=0)
-        pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
-        lane = make_lane(plan.device, pool.release)
+    phases = scale_chunks(plan, staging.slab_bytes), weight_chunks(plan, staging.slab_bytes)
+    largest = max((chunk.extent.nbytes for chunks in phases for chunk in chunks), default=0)
+    pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
+    lane = make_lane(plan.device, pool.release)
+    try:
         with progress or nullcontext():
             for chunks, place in zip(phases, (targets.fill_scales, targets.fill), strict=True):
                 with Reader([chunk.extent for chunk in chunks], pool, staging.threads) as reader:
                     _fill(plan, chunks, place, reader, lane, progress)
+    finally:
         elapsed = lane.finish()
-        targets.check_finite()
-        elapsed += _finish(plan, model)
+    targets.check_finite()
+    elapsed += _finish(plan, model)
     return LoadResult(
         elapsed_seconds=elapsed,
         load_seconds=time.perf_counter() - begin,
@@ -134,16 +147,32 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def _forget(model: nn.Module, error: BaseException) -> None:
+    """Free what a load took: also what the error's frames hold, and it is with whoever catches it for a while."""
+    for module in model.modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+
+
+@contextmanager
+def _memory_runs_out(plan: Plan, where: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the memory of {plan.device} ran out {where}") from error
+
+
 def _build(plan: Plan, model: nn.Module) -> None:
     formats = {layer.name: layer.format for layer in plan.layers}
-    try:
-        for module in model.modules():
-            if isinstance(module, QuantizableModule):
-                module.build(formats[module.names.module], plan.dtype, plan.device)
-            elif isinstance(module, PlainModule):
-                module.build(plan.dtype, plan.device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the memory of {plan.device} ran out while the model's parameters were made") from error
+    for module in model.modules():
+        if isinstance(module, QuantizableModule):
+            module.build(formats[module.names.module], plan.dtype, plan.device)
+        elif isinstance(module, PlainModule):
+            module.build(plan.dtype, plan.device)
 
 
 def _fill(
@@ -210,7 +239,8 @@ def _finish(plan: Plan, model: nn.Module) -> float:
     for module in model.modules():
         if isinstance(module, QuantizableModule):
             start = time.perf_counter()
-            module.finish()
+            with _memory_runs_out(plan, f"in the layout step of {module.names.module}"):
+                module.finish()
             if module.names.module in quantized:
                 seconds += time.perf_counter() - start
     if plan.device.type == "cuda":
