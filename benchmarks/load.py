@@ -2,11 +2,14 @@
 
     python benchmarks/load.py --model models/SmolLM2-135M-Instruct-q4_1
     python benchmarks/load.py --model /dev/shm/q30 --cache-dir /dev/shm/cache --recipe ptpc_fp8
+    python benchmarks/load.py --model /data/q8layers --cold
 
 Every recipe has two processes of its own: the first loads twice from the checkpoint (the first time is that of a fresh
 process) and writes the cache entry, the second loads twice from the entry. Beside each load stands what its bytes take
 at the speed at which pinned memory reaches the device, measured in the same process (on a CPU: at that of a copy), and
-what reading them takes with the same threads and nothing else. Prints one table and writes the same as JSON.
+what reading them takes with the same threads and nothing else. With --cold every recipe has one process, which loads
+once from the checkpoint; before that, and before the reading, the files are taken out of the page cache. Prints one table
+and writes the same as JSON.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 import requant
+from page_cache import disk_of, evict
 from perplexity import device_name, parse_recipe
 from requant.engine.build import Planned, plan_rank, read_files
 from requant.engine.config import EngineConfig
+from requant.errors import RequantError
 from requant.loading import Plan, Staging, load
 from requant.loading.cache import Entry, Store, identify, make_writer, new_nonce
 from requant.loading.chunks import weight_chunks
@@ -65,11 +71,12 @@ def read_seconds(plan: Plan) -> float:
     return time.perf_counter() - begin
 
 
-def timed_load(make: Any) -> tuple[Planned, Row]:
-    """Plan and load once."""
+def timed_load(make: Any, files: Sequence[Path] = ()) -> tuple[Planned, Row]:
+    """Plan and load once, with ``files`` out of the page cache."""
     begin = time.perf_counter()
     planned: Planned = make()
     plan_seconds = time.perf_counter() - begin
+    evict(files)
     before = torch.cuda.memory_allocated() if planned.plan.device.type == "cuda" else 0
     result = load(planned.plan, planned.model)
     over = result.peak_device_memory - before - planned.plan.weight_bytes
@@ -84,8 +91,9 @@ def child(arguments: argparse.Namespace, recipe: str, cached: bool) -> list[Row]
     store, identity = Store(arguments.cache_dir), identify(files.checkpoint, files.recipe, arguments.model)
     entry: Entry | None = store.find(identity) if cached else None
     rows = []
-    for state in ("fresh", "warm"):
-        planned, row = timed_load(lambda: plan_rank(files, config, cached=entry))
+    on_disk = sorted({tensor.file for tensor in files.checkpoint.tensors.values()}) if arguments.cold else []
+    for state in ("cold",) if arguments.cold else ("fresh", "warm"):
+        planned, row = timed_load(lambda: plan_rank(files, config, cached=entry), on_disk)
         rows.append({"recipe": recipe, "source": "cache" if cached else "checkpoint", "process": state, **row})
         if state == "warm" and not cached and files.recipe:
             store.check_writable()
@@ -100,6 +108,7 @@ def child(arguments: argparse.Namespace, recipe: str, cached: bool) -> list[Row]
         gc.collect()
         if plan.device.type == "cuda":
             torch.cuda.empty_cache()
+    evict(on_disk)
     reading = read_seconds(plan)
     if entry:
         entry.close()
@@ -113,8 +122,10 @@ def child(arguments: argparse.Namespace, recipe: str, cached: bool) -> list[Row]
 def measure(arguments: argparse.Namespace, recipe: str, cached: bool) -> list[Row]:
     """Run a process of its own."""
     command = [sys.executable, __file__, "--model", arguments.model, "--cache-dir", str(arguments.cache_dir)]
-    command += ["--child", recipe, *(["--cached"] if cached else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    command += ["--child", recipe, *(["--cached"] if cached else []), *(["--cold"] if arguments.cold else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -123,18 +134,22 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a local folder or a Hugging Face id")
     parser.add_argument("--recipe", action="append", help="none, a format, JSON or a file (default: none and each)")
     parser.add_argument("--cache-dir", type=Path, default=Path("out/quantized-weights"))
+    parser.add_argument("--cold", action="store_true", help="the files out of the page cache, and no cache entry")
     parser.add_argument("--output-file", type=Path, default=Path("out/load.json"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--cached", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(child(arguments, arguments.child, arguments.cached)))
+        try:
+            print(json.dumps(child(arguments, arguments.child, arguments.cached)))
+        except (OSError, RequantError) as error:
+            sys.exit(f"error: {error.strerror if isinstance(error, OSError) else error}")
         return
     arguments.output_file.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for recipe in arguments.recipe or ("none", *FORMATS):
         rows += measure(arguments, recipe, cached=False)
-        if parse_recipe(recipe)[1]:
+        if parse_recipe(recipe)[1] and not arguments.cold:
             rows += measure(arguments, recipe, cached=True)
     table = Table(title=f"{arguments.model}, {device_name()}, torch {torch.__version__}")
     titles = (
@@ -169,6 +184,8 @@ def main() -> None:
     Console(width=150).print(table)
     versions = {"requant": requant.__version__, "torch": torch.__version__}
     facts = {"device": device_name(), "versions": versions, "model": arguments.model}
+    if Path(arguments.model).is_dir():
+        facts["disk"] = disk_of(Path(arguments.model))
     arguments.output_file.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
 
 
