@@ -8,8 +8,8 @@ Every recipe has two processes of its own: the first loads twice from the checkp
 process) and writes the cache entry, the second loads twice from the entry. Beside each load stands what its bytes take
 at the speed at which pinned memory reaches the device, measured in the same process (on a CPU: at that of a copy), and
 what reading them takes with the same threads and nothing else. With --cold every recipe has one process, which loads
-once from the checkpoint; before that, and before the reading, the files are taken out of the page cache. Prints one table
-and writes the same as JSON.
+once from the checkpoint; before that, and before the reading, the files are taken out of the page cache. Prints one
+table and writes the same as JSON.
 """
 
 import argparse
