@@ -33,6 +33,12 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 
 @triton.jit
+def larger(a, b):
+    """The larger one; a NaN is larger than all others. For :func:`triton.language.reduce`."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def scale_of(amax):
     """The scale of a tile of float32 values with the largest magnitude ``amax``."""
     scale = tl.maximum(tl.div_rn(amax, E4M3_MAX), SCALE_MIN)
@@ -129,5 +135,23 @@ def bf16_bits(code, scale):
 def bf16_value(code, scale, HARDWARE: tl.constexpr):
     """float32 values of code · scale, rounded to bfloat16 (nearest even), for e4m3 ``code`` as uint8."""
     if HARDWARE:
-        return (code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(tl.bfloat16).to(tl.float32)
-    return bf16_bits(code, scale).to(tl.float32, bitcast=True)
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        # Two at a time, by the fast unit: Triton's own cast takes one at a time, at a quarter of the rate.
+        bits = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 pair;
+                cvt.rn.bf16x2.f32 pair, $3, $2;
+                shl.b32 $0, pair, 16;
+                and.b32 $1, pair, 0xFFFF0000;
+            }
+            """,
+            "=r,=r,f,f",
+            [value],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        bits = bf16_bits(code, scale)
+    return bits.to(tl.float32, bitcast=True)

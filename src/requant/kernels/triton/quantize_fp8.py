@@ -14,14 +14,14 @@ from torch import Tensor
 from requant.formats.base import Format
 from requant.kernels.triton.addresses import TRITON_TYPES, address_table, count_bad, matrix_of
 from requant.kernels.triton.buffers import check_buffers
-from requant.kernels.triton.e4m3 import EASY, INFINITY_BITS, casts_in_hardware, e4m3_quotient, scale_of
+from requant.kernels.triton.e4m3 import EASY, INFINITY_BITS, casts_in_hardware, e4m3_quotient, larger, scale_of
 
 
 @triton.jit
 def _larger(largest, x, COUNT: tl.constexpr):
     """Magnitudes so far; where values that are not finite are counted, a NaN is the largest of all."""
     if COUNT:
-        return tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        return larger(largest, tl.abs(x))
     return tl.maximum(largest, tl.abs(x))
 
 
@@ -79,8 +79,8 @@ def _ptpc_rows(
     amax = _largest_bits(largest)
     if COUNT:
         if tl.max(amax, 0) >= INFINITY_BITS:
-            for step in range(STEPS):
-                count_bad(bad, _nonfinite(_load_tile(source, row, step * COLS + col, n, k, "")))
+            for again in range(STEPS):
+                count_bad(bad, _nonfinite(_load_tile(source, row, again * COLS + col, n, k, "")))
     s = scale_of(amax.to(tl.float32, bitcast=True))
     tl.store(scale + row, s, mask=row < n)
     if HARDWARE and source.dtype.element_ty == tl.bfloat16:
@@ -88,8 +88,8 @@ def _ptpc_rows(
             for step in tl.static_range(STEPS):
                 _store_codes(source, target, row, step * COLS + col, n, k, s[:, None], True, HARDWARE)
         else:
-            for step in range(STEPS):
-                _store_codes(source, target, row, step * COLS + col, n, k, s[:, None], False, HARDWARE)
+            for again in range(STEPS):
+                _store_codes(source, target, row, again * COLS + col, n, k, s[:, None], False, HARDWARE)
     else:
         for step in tl.static_range(STEPS):
             _store_codes(source, target, row, step * COLS + col, n, k, s[:, None], False, HARDWARE)
@@ -153,8 +153,8 @@ def _per_block_tile(
     amax = tl.max(_largest_bits(largest), 0)
     if COUNT:
         if amax >= INFINITY_BITS:
-            for step in range(STEPS):
-                count_bad(bad, _nonfinite(_load_tile(source, row + step * ROWS, col, n, k, "")))
+            for again in range(STEPS):
+                count_bad(bad, _nonfinite(_load_tile(source, row + again * ROWS, col, n, k, "")))
     s = scale_of(amax.to(tl.float32, bitcast=True))
     tl.store(scale + block, s)
     if HARDWARE and source.dtype.element_ty == tl.bfloat16:
@@ -162,8 +162,8 @@ def _per_block_tile(
             for step in tl.static_range(STEPS):
                 _store_codes(source, target, row + step * ROWS, col, n, k, s, True, HARDWARE)
         else:
-            for step in range(STEPS):
-                _store_codes(source, target, row + step * ROWS, col, n, k, s, False, HARDWARE)
+            for again in range(STEPS):
+                _store_codes(source, target, row + again * ROWS, col, n, k, s, False, HARDWARE)
     else:
         for step in tl.static_range(STEPS):
             _store_codes(source, target, row + step * ROWS, col, n, k, s, False, HARDWARE)
@@ -198,18 +198,23 @@ def _per_block_many_kernel(
 # registers: the second read comes from the cache, and more programs are in flight (H200, bf16, K = 7168: 0.95 of
 # the copy bandwidth against 0.81; blocks: 0.85 against 0.79).
 _STEPS = 5
-_BLOCK_ROWS = 32
+_COLS = 256
+_VALUES = 1024
+_WARP_VALUES = 512
+_BLOCK_ROWS, _BLOCK_WARPS = 32, 4
 
 
-def _ptpc_tile(k: int, device: torch.device) -> dict[str, int | bool]:
+def _ptpc_tile(n: int, k: int, device: torch.device) -> dict[str, int | bool]:
     """How a program goes through rows of K columns."""
-    cols = max(triton.next_power_of_2(triton.cdiv(k, _STEPS)), 256)
+    cols = max(triton.next_power_of_2(triton.cdiv(k, _STEPS)), _COLS)
+    steps = triton.cdiv(k, cols)
+    rows = min(max(triton.next_power_of_2(_VALUES // max(steps * cols, 1) + 1) // 2, 1), triton.next_power_of_2(n))
     return {
-        "ROWS": 1,
-        "STEPS": triton.cdiv(k, cols),
+        "ROWS": rows,
+        "STEPS": steps,
         "COLS": cols,
         "HARDWARE": casts_in_hardware(device),
-        "num_warps": min(max(cols // 512, 1), 16),
+        "num_warps": min(max(rows * cols // _WARP_VALUES, 1), 16),
     }
 
 
@@ -219,7 +224,7 @@ def quantize_ptpc(format: Format, weight: Tensor, data: Tensor, scale: Tensor) -
     n, k = weight.shape
     if n == 0:
         return
-    tile = _ptpc_tile(k, weight.device)
+    tile = _ptpc_tile(n, k, weight.device)
     with torch.cuda.device_of(weight):
         _ptpc_kernel[(triton.cdiv(n, tile["ROWS"]),)](weight, data.view(torch.uint8), scale, n, k, **tile)
 
@@ -229,7 +234,7 @@ def quantize_ptpc_many(
 ) -> None:
     """Table row ``quantize_many`` of ``ptpc_fp8``."""
     n, k = weights[0].shape
-    tile = _ptpc_tile(k, weights[0].device)
+    tile = _ptpc_tile(n, k, weights[0].device)
     parts = triton.cdiv(n, tile["ROWS"])
     table, dtype = address_table(weights, data, scale, bad), TRITON_TYPES[weights[0].dtype]
     with torch.cuda.device_of(weights[0]):
@@ -254,7 +259,7 @@ def quantize_per_block(format: Format, weight: Tensor, data: Tensor, scale: Tens
             BLOCK=format.group[0],
             ROWS=_BLOCK_ROWS,
             HARDWARE=casts_in_hardware(weight.device),
-            num_warps=4,
+            num_warps=_BLOCK_WARPS,
         )
 
 
@@ -276,5 +281,5 @@ def quantize_per_block_many(
             BLOCK=format.group[0],
             ROWS=_BLOCK_ROWS,
             HARDWARE=casts_in_hardware(weights[0].device),
-            num_warps=4,
+            num_warps=_BLOCK_WARPS,
         )

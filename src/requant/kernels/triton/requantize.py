@@ -16,7 +16,15 @@ from torch import Tensor
 from requant.formats.base import Format
 from requant.kernels.triton.addresses import address_table, aligned, count_bad
 from requant.kernels.triton.buffers import check_buffers
-from requant.kernels.triton.e4m3 import EASY, INFINITY_BITS, bf16_value, casts_in_hardware, e4m3_quotient, scale_of
+from requant.kernels.triton.e4m3 import (
+    EASY,
+    INFINITY_BITS,
+    bf16_value,
+    casts_in_hardware,
+    e4m3_quotient,
+    larger,
+    scale_of,
+)
 from requant.kernels.triton.quantize_mxfp4 import PAIRS, store_groups
 
 _BLOCK = tl.constexpr(128)
@@ -53,7 +61,8 @@ def _values(codes, factors, row, block, n, k, WHOLE: tl.constexpr, HARDWARE: tl.
 @triton.jit
 def _largest_bits(x):
     """float32 bits of the largest magnitude of each row of [ROWS, BLOCKS, 128]; those of a NaN are the largest."""
-    return tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 1)
+    largest = tl.reduce(tl.reduce(tl.abs(x), 2, larger), 1, larger)
+    return largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -105,8 +114,8 @@ def _ptpc_kernel(
             amax, _largest_bits(_values(codes, factors, row, step * BLOCKS + block, n, k, WHOLE, HARDWARE))
         )
     if tl.max(amax, 0) >= INFINITY_BITS:
-        for step in range(STEPS):
-            count_bad(bad, _nonfinite(_values(codes, factors, row, step * BLOCKS + block, n, k, WHOLE, HARDWARE)))
+        for again in range(STEPS):
+            count_bad(bad, _nonfinite(_values(codes, factors, row, again * BLOCKS + block, n, k, WHOLE, HARDWARE)))
     s = scale_of(amax.to(tl.float32, bitcast=True))
     tl.store(scale + row, s, mask=row < n)
     if STEPS == 1:
@@ -152,7 +161,7 @@ def _mxfp4_kernel(
 
 
 # Values of a row that a program holds at most, and of all its rows; groups of one program, and its warps.
-_COLUMNS, _VALUES = 8192, 8192
+_COLUMNS, _VALUES, _WARP_VALUES = 8192, 8192, 1024
 _GROUPS, _WARPS = 128, 4
 
 
@@ -206,7 +215,7 @@ def requantize_ptpc(
             WHOLE=k % 128 == 0,
             ALIGNED=aligned(codes, data),
             HARDWARE=casts_in_hardware(codes[0].device),
-            num_warps=min(max(rows * columns // 1024, 1), 8),
+            num_warps=min(max(rows * columns // _WARP_VALUES, 1), 16),
         )
 
 
