@@ -132,10 +132,15 @@ def bf16_bits(code, scale):
 
 
 @triton.jit
+def value(code, scale):
+    """code · scale in float32, for e4m3 ``code`` as uint8, with the device's own instruction."""
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+
+
+@triton.jit
 def bf16_value(code, scale, HARDWARE: tl.constexpr):
     """float32 values of code · scale, rounded to bfloat16 (nearest even), for e4m3 ``code`` as uint8."""
     if HARDWARE:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
         # Two at a time, by the fast unit: Triton's own cast takes one at a time, at a quarter of the rate.
         bits = tl.inline_asm_elementwise(
             """
@@ -147,7 +152,7 @@ def bf16_value(code, scale, HARDWARE: tl.constexpr):
             }
             """,
             "=r,=r,f,f",
-            [value],
+            [value(code, scale)],
             dtype=tl.int32,
             is_pure=True,
             pack=2,

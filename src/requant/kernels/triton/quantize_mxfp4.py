@@ -16,7 +16,7 @@ from torch import Tensor
 from requant.formats.base import Format
 from requant.kernels.triton.addresses import TRITON_TYPES, address_table, count_bad, matrix_of
 from requant.kernels.triton.buffers import check_buffers
-from requant.kernels.triton.e4m3 import INFINITY_BITS
+from requant.kernels.triton.e4m3 import INFINITY_BITS, casts_in_hardware
 
 PAIRS = tl.constexpr(16)
 # 2^22, the float32 whose last place is 0.5: the low bits of a sum with it count half steps.
@@ -39,6 +39,63 @@ def _code_bits(magnitude, reciprocal):
 
 
 @triton.jit
+def _exponent(amax):
+    """Scale bytes of groups, of the float32 bits of their largest magnitudes."""
+    return tl.maximum(((amax + 0x00200000) >> 23) - 2, 0)
+
+
+@triton.jit
+def _pair_code_bits(magnitude, reciprocal):
+    """Codes of pairs of bfloat16 magnitudes in int32 words, in the low 4 bits of each half.
+
+    :func:`_code_bits` with three packed multiply-adds of bfloat16, on top of 64, whose last place is 0.5. For devices
+    that cast to E4M3, which have them.
+    """
+    whole = reciprocal.to(tl.int32, bitcast=True) >> 16
+    half = (reciprocal * 0.5).to(tl.int32, bitcast=True) >> 16
+    quarter = (reciprocal * 0.25).to(tl.int32, bitcast=True) >> 16
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 upto_2, upto_4, upto_6;
+            mov.b32 upto_2, 0x42804280;
+            mov.b32 upto_4, 0x42824282;
+            mov.b32 upto_6, 0x42844284;
+            fma.rn.bf16x2 upto_2, $1, $2, upto_2;
+            fma.rn.bf16x2 upto_4, $1, $3, upto_4;
+            fma.rn.bf16x2 upto_6, $1, $4, upto_6;
+            min.bf16x2 upto_2, upto_2, upto_4;
+            min.bf16x2 $0, upto_2, upto_6;
+        }
+        """,
+        "=r,r,r,r,r",
+        [magnitude, whole | (whole << 16), half | (half << 16), quarter | (quarter << 16)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def store_pairs(word, group, in_range, data, scale, bad, COUNT: tl.constexpr):
+    """:func:`store_groups` of groups given as pairs of bfloat16 values, int32 [GROUPS, P], the even one below."""
+    magnitude = word & 0x7FFF7FFF
+    amax = tl.max(tl.maximum(magnitude, magnitude << 16), 1) & 0x7FFF0000
+    if COUNT:
+        if tl.max(amax, 0) >= INFINITY_BITS:
+            even = ((magnitude << 16) >= INFINITY_BITS).to(tl.int32)
+            odd = (magnitude >= INFINITY_BITS).to(tl.int32)
+            count_bad(bad, tl.sum(tl.sum(even + odd, 1), 0))
+    exponent = _exponent(amax)
+    reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    codes = (_pair_code_bits(magnitude, reciprocal) & 0x00070007) | ((word >> 12) & 0x00080008)
+    pair = tl.arange(0, PAIRS)
+    byte = (codes | (codes >> 12)).to(tl.uint8)
+    tl.store(data + group[:, None] * PAIRS + pair[None, :], byte, mask=in_range[:, None])
+    tl.store(scale + group, exponent.to(tl.uint8), mask=in_range)
+
+
+@triton.jit
 def store_groups(even, odd, group, in_range, data, scale, bad, COUNT: tl.constexpr):
     """Quantize and store groups given as float32 bits (int32 [GROUPS, P]) of their even and odd columns.
 
@@ -51,7 +108,7 @@ def store_groups(even, odd, group, in_range, data, scale, bad, COUNT: tl.constex
         if tl.max(amax, 0) >= INFINITY_BITS:
             wrong = (even_magnitude >= INFINITY_BITS).to(tl.int32) + (odd_magnitude >= INFINITY_BITS).to(tl.int32)
             count_bad(bad, tl.sum(tl.sum(wrong, 1), 0))
-    exponent = tl.maximum(((amax + 0x00200000) >> 23) - 2, 0)
+    exponent = _exponent(amax)
     reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     low = _code_bits(even_magnitude.to(tl.float32, bitcast=True), reciprocal)
     high = _code_bits(odd_magnitude.to(tl.float32, bitcast=True), reciprocal)
@@ -63,35 +120,51 @@ def store_groups(even, odd, group, in_range, data, scale, bad, COUNT: tl.constex
 
 
 @triton.jit
-def _words_kernel(words, data, scale, total, dtype: tl.constexpr, GROUPS: tl.constexpr):
+def _words_kernel(words, data, scale, total, dtype: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr):
     """Whole groups of values of ``dtype``, read as integers [total, P] of twice their width: one is a pair."""
-    _words(tl.program_id(0), words, data, scale, scale, total, dtype, GROUPS, False)
+    _words(tl.program_id(0), words, data, scale, scale, total, dtype, GROUPS, HARDWARE, False)
 
 
 @triton.jit(do_not_specialize=["many"])
-def _words_many_kernel(table, many, total, programs, dtype: tl.constexpr, WORD: tl.constexpr, GROUPS: tl.constexpr):
+def _words_many_kernel(
+    table, many, total, programs, dtype: tl.constexpr, WORD: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr
+):
     """The same for many matrices of ``total`` groups, each the work of ``programs`` programs."""
     matrix = tl.program_id(0) // programs
     words, data, scale, bad = matrix_of(table, many, matrix, WORD, tl.uint8)
-    _words(tl.program_id(0) % programs, words, data, scale, bad, total, dtype, GROUPS, True)
+    _words(tl.program_id(0) % programs, words, data, scale, bad, total, dtype, GROUPS, HARDWARE, True)
 
 
 @triton.jit
-def _words(program, words, data, scale, bad, total, dtype: tl.constexpr, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+def _words(
+    program,
+    words,
+    data,
+    scale,
+    bad,
+    total,
+    dtype: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     group = program.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     pair = tl.arange(0, PAIRS)
     in_range = group < total
     word = tl.load(words + group[:, None] * PAIRS + pair[None, :], mask=in_range[:, None], other=0)
-    if dtype == tl.float32:
-        even = word.to(tl.int32)
-        odd = (word >> 32).to(tl.int32)
-    elif dtype == tl.bfloat16:
-        even = word << 16
-        odd = word & -65536
+    if HARDWARE and dtype == tl.bfloat16:
+        store_pairs(word, group, in_range, data, scale, bad, COUNT)
     else:
-        even = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-        odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    store_groups(even, odd, group, in_range, data, scale, bad, COUNT)
+        if dtype == tl.float32:
+            even = word.to(tl.int32)
+            odd = (word >> 32).to(tl.int32)
+        elif dtype == tl.bfloat16:
+            even = word << 16
+            odd = word & -65536
+        else:
+            even = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+            odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+        store_groups(even, odd, group, in_range, data, scale, bad, COUNT)
 
 
 @triton.jit
@@ -129,7 +202,16 @@ def quantize_mxfp4(format: Format, weight: Tensor, data: Tensor, scale: Tensor) 
     with torch.cuda.device_of(weight):
         if aligned and k % format.group[1] == 0:
             words, dtype = weight.view(pairs), TRITON_TYPES[weight.dtype]
-            _words_kernel[grid](words, data, scale, total, dtype=dtype, GROUPS=_GROUPS, num_warps=_WARPS)
+            _words_kernel[grid](
+                words,
+                data,
+                scale,
+                total,
+                dtype=dtype,
+                GROUPS=_GROUPS,
+                HARDWARE=casts_in_hardware(weight.device),
+                num_warps=_WARPS,
+            )
         else:
             _any_kernel[grid](weight, data, scale, total, k, groups_k, GROUPS=_GROUPS, num_warps=_WARPS)
 
@@ -149,5 +231,6 @@ def quantize_mxfp4_many(
             dtype=TRITON_TYPES[weights[0].dtype],
             WORD=_WORD_TYPES[_PAIR_TYPES[weights[0].dtype]],
             GROUPS=_GROUPS,
+            HARDWARE=casts_in_hardware(weights[0].device),
             num_warps=_WARPS,
         )

@@ -19,13 +19,15 @@ from requant.kernels.triton.buffers import check_buffers
 from requant.kernels.triton.e4m3 import (
     EASY,
     INFINITY_BITS,
+    bf16_bits,
     bf16_value,
     casts_in_hardware,
     e4m3_quotient,
     larger,
     scale_of,
+    value,
 )
-from requant.kernels.triton.quantize_mxfp4 import PAIRS, store_groups
+from requant.kernels.triton.quantize_mxfp4 import PAIRS, store_groups, store_pairs
 
 _BLOCK = tl.constexpr(128)
 _GROUP = tl.constexpr(32)
@@ -126,6 +128,14 @@ def _ptpc_kernel(
             _store_codes(x, s, data, row, step * BLOCKS + block, n, k, HARDWARE)
 
 
+@triton.jit
+def _bf16_pair(even, odd):
+    """float32 values, rounded to bfloat16, in the halves of int32 words."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["many"])
 def _mxfp4_kernel(
     table,
@@ -140,24 +150,30 @@ def _mxfp4_kernel(
 ):
     """GROUPS of one of many matrices of ``total`` groups of 32 columns, which lie in one source block each."""
     codes, factors, data, scale, bad = _matrix(table, many, tl.program_id(0) // programs, tl.uint8, ALIGNED)
-    group = (tl.program_id(0) % programs).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    group = (tl.program_id(0) % programs) * GROUPS + tl.arange(0, GROUPS)
     in_range = group < total
-    row = group // groups_k
+    row = group // groups_k  # of 32 bits, whose division is much cheaper
     first = (group - row * groups_k) * _GROUP
+    row = row.to(tl.int64)
+    group = group.to(tl.int64)
     source = (row // _BLOCK) * tl.cdiv(k, _BLOCK) + first // _BLOCK
     factor = tl.load(factors + source, mask=in_range, other=1.0)
     col = tl.arange(0, _GROUP)
-    if ALIGNED:  # rows end where groups do
-        inside = in_range[:, None]
-        code = tl.load(codes + group[:, None] * _GROUP + col[None, :], mask=inside, other=0)
-        x = bf16_value(code, factor[:, None], HARDWARE)
+    inside = in_range[:, None]
+    if not ALIGNED:
+        inside &= first[:, None] + col[None, :] < k
+    code = tl.load(codes + (row * k + first)[:, None] + col[None, :], mask=inside, other=0)
+    if HARDWARE:
+        x = value(code, factor[:, None])
+        if not ALIGNED:
+            x = tl.where(inside, x, 0.0)
+        even, odd = tl.split(tl.reshape(x, [GROUPS, PAIRS, 2]))
+        store_pairs(_bf16_pair(even, odd), group, in_range, data, scale, bad, True)
     else:
-        inside = in_range[:, None] & (first[:, None] + col[None, :] < k)
-        code = tl.load(codes + (row * k + first)[:, None] + col[None, :], mask=inside, other=0)
         # What lies past a row's end is a positive zero, whatever the sign or the value of the block's scale.
-        x = tl.where(inside, bf16_value(code, factor[:, None], HARDWARE), 0.0)
-    even, odd = tl.split(tl.reshape(x.to(tl.int32, bitcast=True), [GROUPS, PAIRS, 2]))
-    store_groups(even, odd, group, in_range, data, scale, bad, True)
+        x = tl.where(inside, bf16_bits(code, factor[:, None]), 0)
+        even, odd = tl.split(tl.reshape(x, [GROUPS, PAIRS, 2]))
+        store_groups(even, odd, group, in_range, data, scale, bad, True)
 
 
 # Values of a row that a program holds at most, and of all its rows; groups of one program, and its warps.
