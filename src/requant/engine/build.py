@@ -17,9 +17,11 @@ from requant.engine.core import EngineCore
 from requant.engine.quantized_cache import open_cache
 from requant.engine.runner import ModelRunner
 from requant.engine.scheduler import SchedulerConfig
+from requant.engine.stages import Stages
 from requant.engine.team import Team, alone
 from requant.engine.tokenizer import eos_token_ids
 from requant.errors import CheckpointError, ConfigError, ModelError, one_line
+from requant.host import without_collections
 from requant.loading import (
     CachedParts,
     Checkpoint,
@@ -220,12 +222,15 @@ def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
         RequantError: Something the user gave cannot be satisfied; one line says what.
     """
     team = team or alone(config.parallel)
-    files = read_files(config)
-    device = _device(config.parallel, team.ranks.rank)
-    cache = open_cache(
-        config.quant.online_quant_cache, files.checkpoint, files.recipe, config.model.model, team, device
-    )
-    planned = plan_rank(files, config, team.ranks, cache.entry if cache else None)
+    stages = Stages()
+    with without_collections():
+        files = read_files(config)
+        stages.done("headers")
+        device = _device(config.parallel, team.ranks.rank)
+        cache = open_cache(
+            config.quant.online_quant_cache, files.checkpoint, files.recipe, config.model.model, team, device
+        )
+        planned = plan_rank(files, config, team.ranks, cache.entry if cache else None)
     plan, model = planned.plan, planned.model
     first = team.ranks.rank == 0
     max_tokens = config.batch.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
@@ -245,19 +250,26 @@ def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
     stop_tokens = eos_token_ids(planned.folder, planned.config)
     entry = str(cache.entry.folder) if cache and cache.entry else None
     write_report = prepare_report(plan, config.quant.online_quant_info_dir, entry) if first else None
+    stages.done("plan")
 
     with cache or nullcontext():
         result = load(plan, model, progress=make_progress(plan) if first else None)
     report_path = write_report(result) if write_report else None
+    stages.done("load")
 
     if device.type == "cuda":
         left -= runner.activation_bytes(max_tokens, max_seqs)
+        stages.done("largest step")
     blocks = cache_blocks(left)
     if team.ranks.size > 1:  # shares may differ in size, and what runs in step has one number of pages
         blocks = team.smallest(blocks, device)
     runner.allocate(blocks)
+    stages.done("KV cache")
     if device.type == "cuda" and not config.model.enforce_eager:
         runner.capture(max_seqs, planned.max_model_len)
+        stages.done("graphs")
+    if first:
+        stages.log()
     writer = cache.make_writer(plan, model) if cache else None
     if writer:
         writer.start()

@@ -4,6 +4,7 @@ Nothing here imports the HTTP server or the tokenizer, and the core itself is im
 process that runs it.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -110,6 +111,7 @@ def run_core(
         build = resolve(factory)
         with _joined(seat, config) as team:
             built = build(config, team) if team else build(config)
+            gc.freeze()  # what is there now stays: no collection shall look at it while tokens are made
             connection.send(Ready(ModelFacts.of(built)))
             if team:
                 team.counts = True

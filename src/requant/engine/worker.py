@@ -1,5 +1,6 @@
 """A rank that follows: it computes what rank 0 announces, and has neither requests nor a scheduler."""
 
+import gc
 import signal
 import threading
 from multiprocessing.connection import Connection
@@ -35,6 +36,7 @@ def _follow(config: EngineConfig, seat: Seat) -> None:
     seat.pulse.live(seat.rank)  # not before: libraries are loaded with Python's lock held, from a slow disk for long
     with join(seat, config.parallel) as team:
         runner = load_rank(config, team).runner
+        gc.freeze()
         team.counts = True
         while True:
             runner.follow(team.next_step())

@@ -1,6 +1,5 @@
 """Executing a plan: bytes stream from the files through a few slabs into the model's final parameters."""
 
-import gc
 import logging
 import time
 import traceback
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from requant.errors import ConfigError, RequantError
-from requant.host import cores
+from requant.host import cores, without_collections
 from requant.loading.chunks import Chunk, Piece, scale_chunks, weight_chunks
 from requant.loading.headers import TensorInfo
 from requant.loading.lanes import Lane, make_lane
@@ -97,7 +96,7 @@ def load(
         Exception: Whatever else stops it, the model has no parameter then, and no memory is held for it.
     """
     try:
-        with torch.no_grad(), _without_collections():
+        with torch.no_grad(), without_collections():
             return _load(plan, model, progress, staging)
     except BaseException as error:
         _forget(model, error)
@@ -133,18 +132,6 @@ def _load(plan: Plan, model: nn.Module, progress: Progress | None, staging: Stag
         staged_bytes=pool.high_water,
         bytes_sent=targets.bytes_sent,
     )
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Python looks for cycles whenever objects become more, and here several do for each tensor: 0.5 s of 2.5."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _forget(model: nn.Module, error: BaseException) -> None:
