@@ -276,7 +276,7 @@ def test_what_is_read_and_held_is_counted(tiny):
         def __exit__(self, *error):
             pass
 
-        def advance(self, nbytes, name):
+        def advance(self, nbytes, what):
             seen.append((nbytes, name))
 
     result = load(plan, tiny.model, progress=Progress(), staging=SMALL)

@@ -27,7 +27,7 @@ class Watch:
     """Counts what it is told, and may stop the load."""
 
     def __init__(self, error=None):
-        self.nbytes, self.error = 0, error
+        self.nbytes, self.error, self.said = 0, error, set()
 
     def __enter__(self):
         return self
@@ -35,8 +35,9 @@ class Watch:
     def __exit__(self, *error):
         self.left = True
 
-    def advance(self, nbytes, name):
+    def advance(self, nbytes, what):
         self.nbytes += nbytes
+        self.said.add(what)
         if self.error:
             raise self.error
 
@@ -94,6 +95,8 @@ def test_result(tiny):
     watch = Watch()
     result = load(plan, tiny.model, progress=watch, staging=SMALL)
     assert watch.nbytes == result.bytes_read == plan.bytes_to_read
+    assert f"{PARTS[0]}.weight → ptpc_fp8" in watch.said
+    assert "model.layers.0.norm.weight" in " ".join(what for what in watch.said if "→" not in what)
     assert 0 < result.elapsed_seconds < result.load_seconds
     assert result.peak_device_memory > 0
     assert 0 < result.staged_bytes <= 3 * SMALL.slab_bytes

@@ -26,8 +26,8 @@ class Progress(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-    def advance(self, nbytes: int, name: str) -> None:
-        """``nbytes`` more of the tensor ``name`` are in place."""
+    def advance(self, nbytes: int, what: str) -> None:
+        """``nbytes`` more are in place; ``what``: the tensor, and what it is quantized to."""
 
 
 def make_progress(plan: Plan, console: Console | None = None) -> Progress:
@@ -42,7 +42,7 @@ def make_progress(plan: Plan, console: Console | None = None) -> Progress:
 
 
 class BarProgress:
-    """A bar with bytes, bytes per second and the tensor's name; it vanishes when loading is done.
+    """A bar with bytes, bytes per second and what is being quantized; it vanishes when loading is done.
 
     Args:
         total: Bytes that will be read.
@@ -50,7 +50,7 @@ class BarProgress:
     """
 
     def __init__(self, total: int, console: Console) -> None:
-        # Figures are never cut; the tensor's name takes the room that is left.
+        # Figures are never cut; the name takes the room that is left.
         self._bar = RichProgress(
             TextColumn("Loading", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=16),
@@ -75,9 +75,9 @@ class BarProgress:
     ) -> None:
         self._bar.stop()
 
-    def advance(self, nbytes: int, name: str) -> None:
+    def advance(self, nbytes: int, what: str) -> None:
         """See :class:`Progress`."""
-        self._bar.update(self._task, advance=nbytes, description=name)
+        self._bar.update(self._task, advance=nbytes, description=what)
 
 
 class LogProgress:
@@ -109,14 +109,14 @@ class LogProgress:
                 "Loaded %s of weights in %.1f seconds, %s", show_bytes(self._read), now - self._begin, self._speed(now)
             )
 
-    def advance(self, nbytes: int, name: str) -> None:
+    def advance(self, nbytes: int, what: str) -> None:
         """See :class:`Progress`."""
         self._read += nbytes
         now = self._clock()
         if now - self._last >= self._interval:
             self._last = now
             share = 100 * self._read // max(self._total, 1)
-            logger.info("Loading weights: %d%% of %s, %s, %s", share, show_bytes(self._total), self._speed(now), name)
+            logger.info("Loading weights: %d%% of %s, %s, %s", share, show_bytes(self._total), self._speed(now), what)
 
     def _speed(self, now: float) -> str:
         return f"{show_bytes(self._read / max(now - self._begin, 1e-9))}/s"

@@ -179,7 +179,7 @@ def _fill(
                 place(chunk.pieces, source)
             del source  # its memory on the device takes the next chunk
             if progress:
-                progress.advance(chunk.extent.nbytes, info.name)
+                progress.advance(chunk.extent.nbytes, _what(plan, chunk))
     except RequantError:
         raise
     except BaseException as error:
@@ -188,6 +188,15 @@ def _fill(
             raise ConfigError(f"the memory of {plan.device} ran out while loading, {where}") from error
         error.add_note(f"loading stopped {where}")
         raise
+
+
+def _what(plan: Plan, chunk: Chunk) -> str:
+    """The first tensor of a chunk, and what it becomes."""
+    name = chunk.extent.tensor.name
+    if not chunk.timed:
+        return name
+    format = plan.steps[chunk.pieces[0].index].format
+    return f"{name} → {format.name}" if format else name
 
 
 def _arrivals(chunks: Sequence[Chunk], reader: Reader, lane: Lane) -> Iterator[tuple[Chunk, Tensor]]:
