@@ -277,7 +277,7 @@ def test_what_is_read_and_held_is_counted(tiny):
             pass
 
         def advance(self, nbytes, what):
-            seen.append((nbytes, name))
+            seen.append((nbytes, what))
 
     result = load(plan, tiny.model, progress=Progress(), staging=SMALL)
     assert result.bytes_read == plan.bytes_to_read == sum(nbytes for nbytes, _ in seen)
