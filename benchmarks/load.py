@@ -33,10 +33,11 @@ from perplexity import device_name, parse_recipe
 from requant.engine.build import Planned, plan_rank, read_files
 from requant.engine.config import EngineConfig
 from requant.errors import RequantError
-from requant.loading import Plan, Staging, load
+from requant.host import without_collections
+from requant.loading import Plan, SlabPool, Staging, load
 from requant.loading.cache import Entry, Store, identify, make_writer, new_nonce
 from requant.loading.chunks import weight_chunks
-from requant.loading.reader import Reader, SlabPool
+from requant.loading.reader import Reader
 from requant.recipe import FORMATS
 
 Row = dict[str, Any]
@@ -63,7 +64,7 @@ def read_seconds(plan: Plan) -> float:
     staging = Staging.of(plan.device)
     chunks = weight_chunks(plan, staging.slab_bytes)
     largest = max(chunk.extent.nbytes for chunk in chunks)
-    pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
+    pool = SlabPool(staging, plan.device, largest)
     begin = time.perf_counter()
     with Reader([chunk.extent for chunk in chunks], pool, staging.threads) as reader:
         for _ in chunks:
@@ -71,29 +72,31 @@ def read_seconds(plan: Plan) -> float:
     return time.perf_counter() - begin
 
 
-def timed_load(make: Any, files: Sequence[Path] = ()) -> tuple[Planned, Row]:
-    """Plan and load once, with ``files`` out of the page cache."""
-    begin = time.perf_counter()
-    planned: Planned = make()
-    plan_seconds = time.perf_counter() - begin
-    evict(files)
-    before = torch.cuda.memory_allocated() if planned.plan.device.type == "cuda" else 0
-    result = load(planned.plan, planned.model)
+def timed_load(make: Any, device: torch.device, files: Sequence[Path] = ()) -> tuple[Planned, Row]:
+    """Plan, as an engine does while its slabs are being made, and load once, with ``files`` out of the page cache."""
+    with SlabPool(Staging.of(device), device) as pool, without_collections():
+        begin = time.perf_counter()
+        planned: Planned = make()
+        plan_seconds = time.perf_counter() - begin
+        evict(files)
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        result = load(planned.plan, planned.model, pool=pool)
     over = result.peak_device_memory - before - planned.plan.weight_bytes
     row = {**asdict(result), "plan_seconds": plan_seconds, "weight_bytes": planned.plan.weight_bytes}
-    return planned, row | {"peak_over_weights": over if before or planned.plan.device.type == "cuda" else None}
+    return planned, row | {"peak_over_weights": over if device.type == "cuda" else None}
 
 
 def child(arguments: argparse.Namespace, recipe: str, cached: bool) -> list[Row]:
     """What one process measures."""
     config = EngineConfig.create(model=arguments.model, online_quant_config=parse_recipe(recipe)[1])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     files = read_files(config)
     store, identity = Store(arguments.cache_dir), identify(files.checkpoint, files.recipe, arguments.model)
     entry: Entry | None = store.find(identity) if cached else None
     rows = []
     on_disk = sorted({tensor.file for tensor in files.checkpoint.tensors.values()}) if arguments.cold else []
     for state in ("cold",) if arguments.cold else ("fresh", "warm"):
-        planned, row = timed_load(lambda: plan_rank(files, config, cached=entry), on_disk)
+        planned, row = timed_load(lambda: plan_rank(files, config, cached=entry), device, on_disk)
         rows.append({"recipe": recipe, "source": "cache" if cached else "checkpoint", "process": state, **row})
         if state == "warm" and not cached and files.recipe:
             store.check_writable()

@@ -5,7 +5,10 @@ import torch
 
 from requant.errors import CheckpointError
 from requant.loading.headers import TensorInfo
-from requant.loading.reader import Extent, Reader, SlabPool
+from requant.loading.reader import Extent, Reader
+from requant.loading.slabs import SlabPool, Staging
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -19,7 +22,7 @@ def tensor(tmp_path):
 def test_every_extent_arrives_once_with_its_bytes(tensor):
     info, content = tensor
     extents = [Extent(info, begin, min(130, 4000 - begin)) for begin in range(0, 4000, 130)]
-    pool = SlabPool(2, 130, pinned=False)
+    pool = SlabPool(Staging(130, 2, 1), CPU)
     seen = set()
     with Reader(extents, pool, threads=4) as reader:
         for _ in extents:
@@ -35,7 +38,7 @@ def test_every_extent_arrives_once_with_its_bytes(tensor):
 
 def test_readers_wait_for_slabs_and_leave_when_told(tensor):
     info, _ = tensor
-    pool = SlabPool(2, 100, pinned=False)
+    pool = SlabPool(Staging(100, 2, 1), CPU)
     with Reader([Extent(info, begin, 100) for begin in range(0, 4000, 100)], pool, threads=4) as reader:
         reader.wait()
         reader.wait()
@@ -47,7 +50,7 @@ def test_readers_wait_for_slabs_and_leave_when_told(tensor):
 def test_an_error_reaches_the_consumer_behind_what_was_read(tensor):
     info, _ = tensor
     behind = TensorInfo("b", "I32", (10,), info.file, 4006, 40)
-    pool = SlabPool(4, 40, pinned=False)
+    pool = SlabPool(Staging(40, 4, 1), CPU)
     with Reader([Extent(info, 0, 40), Extent(behind, 0, 40)], pool, threads=1) as reader:
         assert reader.wait()[0] == 0
         with pytest.raises(CheckpointError, match="is truncated: it ends within tensor b"):

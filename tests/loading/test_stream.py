@@ -11,7 +11,7 @@ from requant.errors import CheckpointError, ConfigError
 from requant.formats import FORMATS, QuantizedTensor
 from requant.loading import Staging, load
 from requant.loading.plan import BUDGET
-from requant.loading.reader import SlabPool
+from requant.loading.slabs import SlabPool
 from requant.loading.targets import Targets
 
 QKV = "model.layers.0.self_attn.qkv_proj"

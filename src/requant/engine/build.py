@@ -27,6 +27,8 @@ from requant.loading import (
     Checkpoint,
     LoadResult,
     Plan,
+    SlabPool,
+    Staging,
     check_memory,
     inspect,
     load,
@@ -222,11 +224,17 @@ def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
         RequantError: Something the user gave cannot be satisfied; one line says what.
     """
     team = team or alone(config.parallel)
+    device = _device(config.parallel, team.ranks.rank)
+    with SlabPool(Staging.of(device, team.ranks.size), device) as pool:
+        return _load_rank(config, team, device, pool)
+
+
+def _load_rank(config: EngineConfig, team: Team, device: torch.device, pool: SlabPool) -> LoadedRank:
     stages = Stages()
     with without_collections():
         files = read_files(config)
+        pool.expect(sum(tensor.nbytes for tensor in files.checkpoint.tensors.values()))
         stages.done("headers")
-        device = _device(config.parallel, team.ranks.rank)
         cache = open_cache(
             config.quant.online_quant_cache, files.checkpoint, files.recipe, config.model.model, team, device
         )
@@ -253,7 +261,7 @@ def load_rank(config: EngineConfig, team: Team | None = None) -> LoadedRank:
     stages.done("plan")
 
     with cache or nullcontext():
-        result = load(plan, model, progress=make_progress(plan) if first else None)
+        result = load(plan, model, progress=make_progress(plan) if first else None, pool=pool)
     report_path = write_report(result) if write_report else None
     stages.done("load")
 

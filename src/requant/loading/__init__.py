@@ -11,7 +11,8 @@ from requant.loading.plan import LayerPlan, Plan, Step, check_memory
 from requant.loading.planner import CachedParts, make_plan
 from requant.loading.progress import Progress, make_progress
 from requant.loading.report import prepare_report
-from requant.loading.stream import LoadResult, Staging, load
+from requant.loading.slabs import SlabPool, Staging
+from requant.loading.stream import LoadResult, load
 
 __all__ = [
     "CachedParts",
@@ -20,6 +21,7 @@ __all__ = [
     "LoadResult",
     "Plan",
     "Progress",
+    "SlabPool",
     "Staging",
     "Step",
     "TensorInfo",

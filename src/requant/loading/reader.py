@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from requant.errors import CheckpointError, ConfigError
 from requant.loading.headers import TensorInfo
+from requant.loading.slabs import SlabPool
 
 
 @dataclass(frozen=True)
@@ -49,54 +49,6 @@ class Extent:
     def nbytes(self) -> int:
         """Bytes of all runs."""
         return self.run * self.runs
-
-
-class SlabPool:
-    """At most ``count`` pieces of host memory of ``slab_bytes`` each, allocated when first needed.
-
-    Attributes:
-        high_water: Most bytes that were ever in use at once, for tests of the memory bound.
-    """
-
-    def __init__(self, count: int, slab_bytes: int, pinned: bool) -> None:
-        self.slab_bytes = slab_bytes
-        self.high_water = 0
-        self._pinned = pinned
-        self._count = count
-        self._in_use = 0
-        self._free: list[Tensor] = []
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def reserve(self) -> bool:
-        """Wait until a slab is free and keep it for the caller, who then takes it; False once the pool is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._in_use < self._count)
-            if self._closed:
-                return False
-            self._in_use += 1
-            self.high_water = max(self.high_water, self._in_use * self.slab_bytes)
-            return True
-
-    def take(self) -> Tensor:
-        """The slab that was reserved, uint8 [slab_bytes]."""
-        with self._changed:
-            if self._free:
-                return self._free.pop()
-        return torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def release(self, slab: Tensor) -> None:
-        """Give a slab back."""
-        with self._changed:
-            self._free.append(slab)
-            self._in_use -= 1
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Wake whoever waits for a slab: there will be none."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
 
 class Reader:

@@ -12,47 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from requant.errors import ConfigError, RequantError
-from requant.host import cores, without_collections
+from requant.host import without_collections
 from requant.loading.chunks import Chunk, Piece, scale_chunks, weight_chunks
 from requant.loading.headers import TensorInfo
 from requant.loading.lanes import Lane, make_lane
 from requant.loading.plan import Plan
 from requant.loading.progress import Progress
 from requant.loading.protocols import PlainModule, QuantizableModule
-from requant.loading.reader import Reader, SlabPool
+from requant.loading.reader import Reader
+from requant.loading.slabs import SlabPool, Staging
 from requant.loading.targets import Targets
 
 logger = logging.getLogger(__name__)
-
-_MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class Staging:
-    """How much host memory the stream reads into.
-
-    Attributes:
-        slab_bytes: Size of one slab; larger only where a row or a block of a format, which is never cut, is.
-        slabs: Most slabs at a time.
-        threads: Reader threads.
-    """
-
-    slab_bytes: int
-    slabs: int
-    threads: int
-
-    @classmethod
-    def of(cls, device: torch.device, ranks: int = 1) -> "Staging":
-        """The default for one of ``ranks`` ranks of a host: two slabs a thread, 16 MiB in all for the CPU.
-
-        For a GPU up to 14 threads, which move 33 GB/s from the page cache (16 cores, one H200; 8 move 25 GB/s), and
-        with them 1.75 GiB: as many as the cores leave room for. The CPU reads from the page cache and quantizes on
-        the same cores, so more would only miss its own caches.
-        """
-        if device.type != "cuda":
-            return cls(4 * _MIB, 4, 2)
-        threads = max(2, min(14, cores() // ranks - 2))
-        return cls(64 * _MIB, 2 * threads, threads)
 
 
 @dataclass(frozen=True)
@@ -77,7 +48,12 @@ class LoadResult:
 
 
 def load(
-    plan: Plan, model: nn.Module, *, progress: Progress | None = None, staging: Staging | None = None
+    plan: Plan,
+    model: nn.Module,
+    *,
+    progress: Progress | None = None,
+    staging: Staging | None = None,
+    pool: SlabPool | None = None,
 ) -> LoadResult:
     """Build the model's parameters, fill them as the plan says and lay them out; the model is then ready to run.
 
@@ -89,6 +65,7 @@ def load(
         model: The model; its modules own no parameter yet.
         progress: Entered, and told of every chunk that is in place.
         staging: Default: :meth:`Staging.of` the plan's device and ranks.
+        pool: Slabs that are being made ahead, with a staging of their own; discarded in the end.
 
     Raises:
         CheckpointError: A file cannot be read or is truncated, or a tensor holds a NaN or an Inf.
@@ -97,23 +74,28 @@ def load(
     """
     try:
         with torch.no_grad(), without_collections():
-            return _load(plan, model, progress, staging)
+            return _load(plan, model, progress, staging, pool)
     except BaseException as error:
         _forget(model, error)
         raise
 
 
-def _load(plan: Plan, model: nn.Module, progress: Progress | None, staging: Staging | None) -> LoadResult:
+def _load(
+    plan: Plan, model: nn.Module, progress: Progress | None, staging: Staging | None, pool: SlabPool | None
+) -> LoadResult:
     begin = time.perf_counter()
+    staging = pool.staging if pool else staging or Staging.of(plan.device, plan.ranks.size)
     for warning in plan.warnings if plan.ranks.rank == 0 else ():
         logger.warning("%s", warning)
-    staging = staging or Staging.of(plan.device, plan.ranks.size)
     with _memory_runs_out(plan, "while the model's parameters were made"):
         _build(plan, model)
         targets = Targets(plan, model)
     phases = scale_chunks(plan, staging.slab_bytes), weight_chunks(plan, staging.slab_bytes)
     largest = max((chunk.extent.nbytes for chunks in phases for chunk in chunks), default=0)
-    pool = SlabPool(staging.slabs, largest, pinned=plan.device.type == "cuda")
+    if pool and pool.slab_bytes < largest:
+        pool.discard()
+        pool = None
+    pool = pool or SlabPool(staging, plan.device, largest)
     lane = make_lane(plan.device, pool.release)
     try:
         with progress or nullcontext():
@@ -122,6 +104,7 @@ def _load(plan: Plan, model: nn.Module, progress: Progress | None, staging: Stag
                     _fill(plan, chunks, place, reader, lane, progress)
     finally:
         elapsed = lane.finish()
+        pool.discard()
     targets.check_finite()
     elapsed += _finish(plan, model)
     return LoadResult(
