@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from requant.console import Parser
 from requant.engine.config import PARTS, EngineConfig
 from requant.entrypoints.arguments import add_engine_flags, add_server_flags, engine_config, server_config
-from requant.entrypoints.console import Parser
 from requant.errors import ConfigError
 from requant.server.config import ServerConfig
 

@@ -141,7 +141,7 @@ def test_errors_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_reader_that_goes_away() -> None:
     """``requant … | head`` ends quietly."""
-    script = "import sys; from requant.entrypoints.console import run; sys.exit(run(lambda argv: print('x' * 10**6)))"
+    script = "import sys; from requant.console import run; sys.exit(run(lambda argv: print('x' * 10**6)))"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, check=False)

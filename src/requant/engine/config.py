@@ -1,6 +1,6 @@
 """Configuration of one engine: frozen, nested, and the single source of the command line's flags.
 
-Each field carries its help, and its choices where there are any; :mod:`requant.entrypoints.arguments` makes the
+Each field carries its help, and its choices where there are any; :mod:`requant.flags` makes the
 flags, their types and their defaults from it. Names, meanings and defaults are vLLM's.
 """
 
@@ -8,19 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from requant.errors import ConfigError
+from requant.flags import check, option
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
-
-
-def option(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field with what its flag needs: ``help``, and optionally ``choices``, ``short``, ``metavar``."""
-    return field(default=default, metadata={"help": help, **extra})
-
-
-def _check(accepted: bool, flag: str, value: object, what: str) -> None:
-    if not accepted:
-        raise ConfigError(f"--{flag.replace('_', '-')} is {value!r}; accepted: {what}")
 
 
 @dataclass(frozen=True)
@@ -40,11 +31,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no model can satisfy."""
-        _check(bool(self.model), "model", self.model, "a local folder or a Hugging Face id")
+        check(bool(self.model), "model", self.model, "a local folder or a Hugging Face id")
         seed = self.seed
-        _check(-(2**63) <= seed < 2**64, "seed", seed, "a whole number of 64 bits")
-        _check(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
-        _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "2 or more")
+        check(-(2**63) <= seed < 2**64, "seed", seed, "a whole number of 64 bits")
+        check(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "2 or more")
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         """Refuse a cache that is nowhere."""
         folder = self.online_quant_cache
-        _check(folder is None or bool(folder.strip()), "online_quant_cache", folder, "a folder")
+        check(folder is None or bool(folder.strip()), "online_quant_cache", folder, "a folder")
 
 
 @dataclass(frozen=True)
@@ -79,10 +70,10 @@ class CacheConfig:
     def __post_init__(self) -> None:
         """Refuse sizes that the attention kernels don't take."""
         size, share = self.block_size, self.gpu_memory_utilization
-        _check(size >= 8 and size & (size - 1) == 0, "block_size", size, "a power of two, 8 or more")
-        _check(0.0 < share <= 1.0, "gpu_memory_utilization", share, "above 0, at most 1")
+        check(size >= 8 and size & (size - 1) == 0, "block_size", size, "a power of two, 8 or more")
+        check(0.0 < share <= 1.0, "gpu_memory_utilization", share, "above 0, at most 1")
         nbytes = self.kv_cache_memory_bytes
-        _check(nbytes is None or nbytes > 0, "kv_cache_memory_bytes", nbytes, "1 or more")
+        check(nbytes is None or nbytes > 0, "kv_cache_memory_bytes", nbytes, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -94,9 +85,9 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         """Refuse empty batches."""
-        _check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "1 or more")
+        check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "1 or more")
         tokens = self.max_num_batched_tokens
-        _check(tokens is None or tokens >= 1, "max_num_batched_tokens", tokens, "1 or more")
+        check(tokens is None or tokens >= 1, "max_num_batched_tokens", tokens, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -116,11 +107,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no machine has."""
-        _check(self.device in DEVICES, "device", self.device, ", ".join(DEVICES))
+        check(self.device in DEVICES, "device", self.device, ", ".join(DEVICES))
         size = self.tensor_parallel_size
-        _check(1 <= size <= 1024, "tensor_parallel_size", size, "1 to 1024")
-        _check(self.port is None or 1 <= self.port <= 65535, "port", self.port, "1 to 65535")
-        _check(self.worker_timeout >= 1, "worker_timeout", self.worker_timeout, "1 or more")
+        check(1 <= size <= 1024, "tensor_parallel_size", size, "1 to 1024")
+        check(self.port is None or 1 <= self.port <= 65535, "port", self.port, "1 to 65535")
+        check(self.worker_timeout >= 1, "worker_timeout", self.worker_timeout, "1 or more")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from requant import __version__
+from requant.console import Parser, run
 from requant.entrypoints import cache, plan, serve
-from requant.entrypoints.console import Parser, run
 
 _COMMANDS = {
     "serve": (serve.DESCRIPTION, serve.add_flags, serve.serve),

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from requant.console import Parser, run
 from requant.engine.interface import BUILD_CORE, CoreFactory
-from requant.entrypoints.console import Parser, run
 from requant.entrypoints.serve import DESCRIPTION, add_flags, serve
 
 

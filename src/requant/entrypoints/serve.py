@@ -2,10 +2,10 @@
 
 import argparse
 
+from requant.console import EngineFailed
 from requant.engine.interface import BUILD_CORE, CoreFactory
 from requant.engine.logs import configure_logging
 from requant.entrypoints.arguments import add_engine_flags, add_server_flags, engine_config, server_config
-from requant.entrypoints.console import EngineFailed
 
 DESCRIPTION = "Serve a model over the OpenAI API, quantized while it loads."
 

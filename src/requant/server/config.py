@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from requant.engine.config import option
 from requant.engine.logs import LEVELS
-from requant.errors import ConfigError
+from requant.flags import check, option
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,5 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be listened on."""
-        if not 0 <= self.server_port <= 65535:
-            raise ConfigError(f"--server-port is {self.server_port}; accepted: 0 to 65535")
-        if self.log_level not in LEVELS:
-            raise ConfigError(f"--log-level is {self.log_level!r}; accepted: {', '.join(LEVELS)}")
+        check(0 <= self.server_port <= 65535, "server_port", self.server_port, "0 to 65535")
+        check(self.log_level in LEVELS, "log_level", self.log_level, ", ".join(LEVELS))
