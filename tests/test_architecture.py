@@ -19,8 +19,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"layers"},
     "engine": {"models", "loading"},
     "server": {"engine"},
+    "benchmarks": {"engine"},
     "tools": {"engine", "loading"},
-    "entrypoints": {"engine", "server", "tools"},
+    "entrypoints": {"engine", "server", "benchmarks", "tools"},
     "integrations": {"recipe", "formats", "kernels"},
 }
 

@@ -13,7 +13,7 @@ _READER_GONE = 141
 
 
 class EngineFailed(Exception):
-    """The engine failed while it served; its log has the traceback."""
+    """An engine failed while it served, and not for anything in the command line; it has said more itself."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser, part: type) -> None:
         if kind is bool:
             options["action"] = "store_true"
         elif kind is tuple:
-            options |= {"nargs": "+", "metavar": "NAME"}
+            options |= {"nargs": "+", "metavar": field.metadata.get("metavar", "NAME")}
         else:
             options["type"] = str if kind is Any else kind
             options["choices"] = field.metadata.get("choices")

@@ -51,6 +51,12 @@ class Tokenizer:
             list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def plain_token_ids(self) -> list[int]:
+        """All tokens that stand for text: those of the vocabulary without the special ones, ascending."""
+        added = self._backend.added_tokens_decoder.items()
+        special = {*self._backend.all_special_ids, *(token for token, how in added if how.special)}
+        return sorted(set(self._backend.get_vocab().values()) - special)
+
     def _token_text(self, token: int) -> str:
         """Text of one token by itself, special tokens included."""
         return self.decode([token])

@@ -4,12 +4,14 @@ import sys
 from collections.abc import Sequence
 
 from requant import __version__
+from requant.benchmarks import benchmark_serving
 from requant.console import Parser, run
 from requant.entrypoints import cache, plan, serve
 
 _COMMANDS = {
     "serve": (serve.DESCRIPTION, serve.add_flags, serve.serve),
     "plan": (plan.DESCRIPTION, plan.add_flags, plan.plan),
+    "bench": (benchmark_serving.DESCRIPTION, benchmark_serving.add_flags, benchmark_serving.bench),
     "cache": (cache.DESCRIPTION, cache.add_flags, cache.cache),
 }
 
