@@ -34,6 +34,7 @@ class Tokenizer:
 
     def __init__(self, backend: Any, chat_template: str | None = None) -> None:
         self._backend = backend
+        self._fast = _without_checks(backend)
         eos = backend.eos_token_id
         self.eos_token_ids = frozenset() if eos is None else frozenset({eos})
         self._template = chat_template
@@ -47,6 +48,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids; bytes that are not (yet) UTF-8 come out as U+FFFD."""
+        if self._fast is not None:
+            return self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return self._backend.decode(
             list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -97,6 +100,14 @@ class Tokenizer:
             ) from error
         except Exception as error:  # it is a template; what it wants of messages, a request will see
             logger.debug("the chat template refuses an empty message: %s", error)
+
+
+def _without_checks(backend: Any) -> Any:
+    """What a fast tokenizer decodes with in the end, in a third of the time; None: it does something of its own."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = getattr(type(backend), "_decode", None) is not PreTrainedTokenizerFast._decode
+    return None if own else backend.backend_tokenizer
 
 
 def load_tokenizer(config: ModelConfig, chat_template: str | None = None) -> Tokenizer:
