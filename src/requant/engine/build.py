@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def plan_rank(
     Raises:
         RequantError: Recipe, checkpoint and configuration do not fit each other, or not this number of ranks.
     """
-    model = _model(files.model_type, files.config, files.checkpoint, ranks)
+    model = _model(files, ranks, mtp=config.speculative.method == "mtp")
     plan = make_plan(
         model,
         files.checkpoint,
@@ -138,6 +139,7 @@ def plan_rank(
         dtype=_dtype(config.model.dtype, files.config),
         device=_device(config.parallel, ranks.rank),
         not_loaded=model.not_loaded,
+        copies=model.copies,
         ranks=ranks,
         cached=cached,
     )
@@ -294,12 +296,14 @@ def _hf_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCon
         raise CheckpointError(f"transformers cannot read {file}: {one_line(error)}") from error
 
 
-def _model(model_type: type[CausalLM], hf_config: PreTrainedConfig, checkpoint: Checkpoint, ranks: Ranks) -> CausalLM:
+def _model(files: ModelFiles, ranks: Ranks, mtp: bool) -> CausalLM:
     """The model without weights; sizes that make no sense show here."""
+    model_type, file = files.model_type, files.checkpoint.folder / "config.json"
+    if mtp and "mtp" not in signature(model_type).parameters:
+        raise ModelError(f"--method is 'mtp', and {model_type.__name__} has no MTP layer; accepted here: no --method")
     try:
-        return model_type(hf_config, ranks)
+        return model_type(files.config, ranks, **({"mtp": True} if mtp else {}))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        file = checkpoint.folder / "config.json"
         raise ModelError(f"no model can be made as {file} says: {type(error).__name__}: {error}") from error
 
 
