@@ -206,6 +206,7 @@ def make_core(loaded: LoadedRank, config: EngineConfig) -> BuiltEngine:
         block_size=config.cache.block_size,
         num_blocks=blocks,
         enable_prefix_caching=not config.cache.no_enable_prefix_caching,
+        drafts=config.speculative.drafts,
     )
     return BuiltEngine(
         core=EngineCore(runner, scheduler),
@@ -246,7 +247,8 @@ def _load_rank(config: EngineConfig, team: Team, device: torch.device, pool: Sla
     max_tokens = config.batch.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
     max_seqs = min(config.batch.max_num_seqs, max_tokens)
 
-    runner = ModelRunner(model, device, plan.dtype, config.cache.block_size, config.model.seed, team.announce)
+    drafts = config.speculative.drafts
+    runner = ModelRunner(model, device, plan.dtype, config.cache.block_size, config.model.seed, team.announce, drafts)
     pages = -(-planned.max_model_len // config.cache.block_size)
     sharing = team.ranks.size if device.type == "cpu" else 1  # ranks of one host share its memory
     available = memory.available_bytes(device, config.cache.gpu_memory_utilization) // sharing

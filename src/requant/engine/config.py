@@ -128,9 +128,7 @@ class SpeculativeConfig:
         number = self.num_speculative_tokens
         check(number is None or 1 <= number <= 8, "num_speculative_tokens", number, "1 to 8")
         if number is not None and self.method is None:
-            raise ConfigError(
-                f"--num-speculative-tokens is {number}; accepted: none without --method mtp"
-            )
+            raise ConfigError(f"--num-speculative-tokens is {number}; accepted: none without --method mtp")
 
     @property
     def drafts(self) -> int:
