@@ -3,7 +3,7 @@
 Legend: T tokens of the step before, S sequences that draft, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from requant.engine.batch import ModelInput, moved
+from requant.engine.graphs import DecodeGraphs
 from requant.engine.runner_protocol import ScheduledSequence
 from requant.kernels.attention_batch import AttentionBatch
 from requant.models.base import CausalLM
-
-DraftForward = Callable[[Tensor, Tensor, Tensor, AttentionBatch], Tensor]
-"""(following [T], hidden [T, H], positions [T], batch) → [T, H]; see :meth:`CausalLM.draft`."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,23 @@ class Drafter:
         self._model = model
         self._device = device
         self._block_size = block_size
-        self.forward: DraftForward = model.draft
+        self._graphs: DecodeGraphs | None = None
+
+    def capture(self, sizes: list[int], max_context: int, dtype: torch.dtype) -> None:
+        """Capture the layer's decode step as CUDA graphs of these numbers of tokens. GPU only."""
+
+        def forward(ids: Tensor, states: Tensor | None, positions: Tensor, batch: AttentionBatch) -> Tensor:
+            assert states is not None
+            return self._model.draft(ids, states, positions, batch)
+
+        states = torch.zeros(sizes[-1], self._model.config.hidden_size, dtype=dtype, device=self._device)
+        self._graphs = DecodeGraphs(forward, sizes, max_context, self._block_size, self._device, states)
+
+    def forward(self, following: Tensor, hidden: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """One pass of the layer, as a CUDA graph where there is one; see :meth:`CausalLM.draft`."""
+        if self._graphs is not None and self._graphs.takes(batch):
+            return self._graphs.replay(following, positions, batch, hidden)
+        return self._model.draft(following, hidden, positions, batch)
 
     def draft(self, step: ModelInput, hidden: Tensor, draft: DraftStep) -> Tensor | None:
         """Store the layer's own KV of a step, and draft.

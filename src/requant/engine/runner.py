@@ -16,6 +16,7 @@ from requant.engine.request import Request
 from requant.engine.runner_protocol import RunnerOutput, ScheduledSequence
 from requant.engine.sampler import Sampler, logprob_slices, sampling_rows, sliced_logprobs
 from requant.engine.sampling_params import SamplingParams
+from requant.kernels.attention_batch import AttentionBatch
 from requant.models.base import CausalLM
 
 
@@ -29,7 +30,7 @@ class ModelRunner:
         block_size: Tokens in a page of the KV cache.
         seed: For requests without a seed of their own.
         announce: Where ranks share the model: tells the others of each step, which they then :meth:`follow`.
-        drafts: Most tokens that a sequence drafts; of a model that drafts.
+        drafts: Most tokens that a sequence drafts; 0 unless the model drafts.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         step = dummy_input(1, max_tokens, self.device)
         hidden = self._forward(step)
-        count = min(max_seqs, max_tokens)
+        if self._drafter:
+            self._drafter.forward(step.input_ids, hidden, step.positions, step.attention)
+        count = min(max_seqs * (1 + self._drafts), max_tokens)
         logits = self.model.compute_logits(hidden[torch.zeros(count, dtype=torch.int64, device=self.device)])
         costly = SamplingParams(top_p=0.5, max_tokens=None)  # sorts the vocabulary
         request = Request(CoreRequest("profile", (0,), costly), context=max_tokens)
@@ -90,8 +93,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, max_seqs: int, max_context: int) -> None:
-        """Capture the decode step as CUDA graphs. GPU only."""
-        self._graphs = DecodeGraphs(self.model, graph_sizes(max_seqs), max_context, self.block_size, self.device)
+        """Capture the decode step, and that of the layer that drafts, as CUDA graphs. GPU only."""
+        sizes = graph_sizes(max_seqs * (1 + self._drafts))
+
+        def forward(ids: Tensor, states: Tensor | None, positions: Tensor, batch: AttentionBatch) -> Tensor:
+            return self.model(ids, positions, batch)
+
+        self._graphs = DecodeGraphs(forward, sizes, max_context, self.block_size, self.device)
+        if self._drafter:
+            self._drafter.capture(sizes, max_context, self.dtype)
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[ScheduledSequence]) -> list[RunnerOutput]:
