@@ -304,9 +304,15 @@ def _model(files: ModelFiles, ranks: Ranks, mtp: bool) -> CausalLM:
     if mtp and "mtp" not in signature(model_type).parameters:
         raise ModelError(f"--method is 'mtp', and {model_type.__name__} has no MTP layer; accepted here: no --method")
     try:
-        return model_type(files.config, ranks, **({"mtp": True} if mtp else {}))
+        model = model_type(files.config, ranks, **({"mtp": True} if mtp else {}))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(f"no model can be made as {file} says: {type(error).__name__}: {error}") from error
+    layer = model.draft_layer
+    if layer and not any(name.startswith(f"{layer}.") for name in files.checkpoint.tensors):
+        raise CheckpointError(
+            f"--method is 'mtp', and {files.checkpoint.folder} has no tensor of the MTP layer {layer}"
+        )
+    return model
 
 
 @contextmanager

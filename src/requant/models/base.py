@@ -24,12 +24,12 @@ class CausalLM(nn.Module):
         ranks: The one among all that this model has the share of.
         not_loaded: Layers of its checkpoints that a recipe could reach, and that are not run.
         copies: Names of checkpoint tensors that are not read, being copies of others.
-        drafts: Whether it has an MTP layer to draft tokens with (:meth:`draft`).
+        draft_layer: Name of its MTP layer, which drafts tokens (:meth:`draft`); None: it has none.
     """
 
     not_loaded: tuple[LayerNames, ...] = ()
     copies: tuple[str, ...] = ()
-    drafts: bool = False
+    draft_layer: str | None = None
 
     def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class CausalLM(nn.Module):
         """Hidden states [S, H] of the tokens that matter → float32 logits [S, V]."""
 
     def draft(self, following: Tensor, hidden: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """What predicts the tokens after next, by the MTP layer; only of a model that :attr:`drafts`.
+        """What predicts the tokens after next, by the MTP layer; only of a model that has one.
 
         Args:
             following: Integers [T], for each token the one behind it.

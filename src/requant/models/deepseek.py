@@ -77,7 +77,7 @@ class DeepseekV3ForCausalLM(DecoderCausalLM):
         if mtp:
             if not names:
                 raise ModelError("the model has no MTP layer: num_nextn_predict_layers in its config.json is 0")
-            self.drafts, self.copies = True, (f"{names[0]}.embed_tokens.weight",)
+            self.draft_layer, self.copies = names[0], (f"{names[0]}.embed_tokens.weight",)
             self.model.layers.append(MtpLayer(names[0], config, make_layer(names[0], first), self.lm_head, ranks))
         self.not_loaded = tuple(
             layer
