@@ -78,7 +78,7 @@ def draft_agreement(runner: ModelRunner, windows: Sequence[Sequence[int]]) -> Ag
 
 def measure(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """Load under one recipe and compare."""
-    windows = cut_windows(tokenize(arguments.model, arguments.text.read_text()), arguments.window, arguments.windows)
+    windows = cut_windows(tokenize(arguments.model, arguments.text.read_text()), arguments.window, arguments.tokens)
     config = EngineConfig.create(
         model=arguments.model,
         online_quant_config=parse_recipe(recipe)[1],
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="a file of text")
     parser.add_argument("--recipe", action="append", help="none, a format, JSON or a file (default: none)")
     parser.add_argument("--window", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--windows", type=int, help="only so many of them (default: all)")
+    parser.add_argument("--tokens", type=int, help="only so many tokens of the text (default: all)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--output-file", type=Path, default=Path("out/draft_agreement.json"))
     arguments = parser.parse_args()
