@@ -1,13 +1,12 @@
 """What HTTP costs: the server, and the same engine without it, on the same requests arriving at the same moments.
 
     python benchmarks/served.py --model models/SmolLM2-135M-Instruct-q4_1 --concurrency 1 4 --num-prompts 16
-    python benchmarks/served.py --model M --tokenizer T --recipe ptpc_fp8 --concurrency 1 16 128 --cache-dir /dev/shm/cache
+    python benchmarks/served.py --model M --tokenizer T --recipe ptpc_fp8 --concurrency 1 16 128 --cache-dir cache
 
-For each concurrency the requests of ``requant bench`` are sent to a server, all at once with that many running at a time;
-then the engine core runs in this process, with the same requests, and one begins where another ends. Figures and their
-definitions are those of ``requant bench``. With --cache-dir the engine is also started from the cache of quantized
-weights that the first start has written: quantizing at load costs nothing at run time. Prints one table and writes the
-same as JSON.
+For each concurrency the engine core runs the requests of ``requant bench`` in this process, that many at a time, each
+as soon as another has ended; then the same requests go to a server in the same way. Figures and their definitions are
+those of ``requant bench``. With --cache-dir the engine is also started from the cache of quantized weights that the
+first start has written: quantizing at load costs nothing at run time. Prints one table and writes the same as JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""``benchmarks/served.py`` on a tiny model: the same requests with and without HTTP, from the checkpoint and the cache."""
+"""``benchmarks/served.py`` on a tiny model: the same requests with and without HTTP, from checkpoint and cache."""
 
 import json
 import subprocess
