@@ -32,6 +32,9 @@ def fill(
     Returns:
         How many of the matrix's values or scales are NaN or infinite: int64 [], on its device.
     """
+    if source is None and format is None:
+        data.copy_(weight)
+        return count_nonfinite(data)
     if source is None:
         assert format is not None
         assert out is not None

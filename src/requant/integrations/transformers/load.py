@@ -124,6 +124,11 @@ class ReorderingLoader(Loader):
                 continue
             weight = weights[name]
             module = model.get_submodule(weight.module)
+            if (values.shape[:-2].numel(), *values.shape[-2:]) != weight.shape:
+                raise CheckpointError(
+                    f"{self.feeds[0].source.weight} gives {name} the shape {list(values.shape)}; the model's "
+                    f"configuration needs {list(weight.shape[-values.ndim :])}"
+                )
             target = Target.make(weight, module, values.device)
             counts = target.fill(None, values, None, range(weight.shape[0]), None)
             _check_finite((self.feeds[0].source.weight, count) for count in counts)

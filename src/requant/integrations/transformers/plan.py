@@ -92,11 +92,15 @@ class LoadPlan:
         layers: The layers.
         unmatched_patterns: Excludes that match nothing.
         warnings: Lines for the log.
+        untied: Where a tied head becomes a copy of its own: its weight, and the embedding's that it was tied to.
+        shared: Whether these two are one tensor of the checkpoint.
     """
 
     layers: tuple[PlannedLayer, ...]
     unmatched_patterns: tuple[str, ...]
     warnings: tuple[str, ...]
+    untied: tuple[str, str] | None = None
+    shared: bool = False
 
     @property
     def weights(self) -> Iterator[Weight]:
@@ -120,7 +124,14 @@ def make_plan(
     resolution = resolve(config.recipe, [layer.names for layer in layers])
     planned = [_plan(model, layer, resolution.decisions[layer.names.module], routes, tied) for layer in layers]
     _check_others(routes, planned)
-    return LoadPlan(tuple(planned), resolution.unmatched_patterns, (*resolution.warnings, *_notes(planned)))
+    untied = tied if tied and any(weight.full_name == tied[0] for row in planned for weight in row.weights) else None
+    return LoadPlan(
+        tuple(planned),
+        resolution.unmatched_patterns,
+        (*resolution.warnings, *_notes(planned)),
+        untied,
+        untied is not None and not {*untied} <= routes.feeds.keys(),
+    )
 
 
 def _notes(layers: Sequence[PlannedLayer]) -> Iterator[str]:
@@ -165,7 +176,9 @@ def _plan(
     if storage.format is None and not any(formats):
         return PlannedLayer(layer, decision, storage, sources)
     weights = tuple(
-        _weight(model.get_submodule(name), name, weight, storage.format, feeds) for name, weight, feeds in found
+        _weight(model.get_submodule(name), name, weight, storage.format, feeds)
+        for name, weight, feeds in found
+        if storage.format is not None or any(feed.source.format for feed in feeds)
     )
     return PlannedLayer(layer, decision, storage, sources, weights)
 

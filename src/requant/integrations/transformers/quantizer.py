@@ -17,7 +17,7 @@ from requant.integrations.transformers.experts import QuantizedExperts
 from requant.integrations.transformers.headers import read_headers
 from requant.integrations.transformers.linear import QuantizedLinear
 from requant.integrations.transformers.load import make_loaders
-from requant.integrations.transformers.plan import LoadPlan, Weight, make_plan, tied_head
+from requant.integrations.transformers.plan import LoadPlan, Weight, make_plan
 from requant.integrations.transformers.report import make_report
 from requant.integrations.transformers.routes import Renamer
 
@@ -56,8 +56,11 @@ class OnlineQuantizer(HfQuantizer):
         self._plan = make_plan(model, self.quantization_config, read_headers(checkpoint_files), renamer)
         for line in self._plan.warnings:
             logger.warning("%s", line)
-        shared = _untie(model, self._plan)
+        if self._plan.untied:
+            model.all_tied_weights_keys.pop(self._plan.untied[0])
+            model.config.tie_word_embeddings = False
         _replace(model, self._plan)
+        shared = dict([self._plan.untied]) if self._plan.untied and self._plan.shared else {}
         self._loaders = make_loaders(self._plan.weights, shared)
         self._converter = LayerConverter(self._loaders, model, renamer)
         return model
@@ -93,17 +96,6 @@ def _check_devices(device_map: object) -> None:
         raise ConfigError(
             f"device_map puts layers on {', '.join(sorted(devices))}; accepted: GPUs only, or the CPU only"
         )
-
-
-def _untie(model: PreTrainedModel, plan: LoadPlan) -> dict[str, str]:
-    """Where the recipe quantizes a tied head, it becomes a copy of its own: its weight → the embedding's."""
-    tied = tied_head(model)
-    head = next((weight for weight in plan.weights if tied and weight.full_name == tied[0]), None)
-    if tied is None or head is None:
-        return {}
-    model.all_tied_weights_keys.pop(tied[0])
-    model.config.tie_word_embeddings = False
-    return {tied[0]: tied[1]} if head.feeds[0].target == tied[1] else {}
 
 
 def _replace(model: PreTrainedModel, plan: LoadPlan) -> None:
