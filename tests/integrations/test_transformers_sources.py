@@ -1,5 +1,6 @@
 """Checkpoints that are quantized already: requantized, kept bit for bit, passed through or dequantized."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from requant_models import BLOCK_FP8, quantize_checkpoint
 from requant_tensors import bits
 from requant_transformers import PROMPT, blocks_of_gpt_oss, load, make_checkpoint, rewrite, tensors_of
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -173,6 +175,35 @@ def test_the_experts_of_gpt_oss_equal_transformers_dequantized(tmp_path: Path) -
         for index, part in enumerate(("gate_up_proj", "down_proj")):
             values = model.model.layers[layer].mlp.experts.stack(index).dequantize(torch.bfloat16)
             assert torch.equal(values.transpose(1, 2), getattr(own.model.layers[layer].mlp.experts, part))
+
+
+def test_scales_may_lie_in_another_file_than_their_weights(fp8: dict[str, Path], tmp_path: Path) -> None:
+    tensors = tensors_of(fp8["qwen3_moe"])
+    files = {name: "scales.safetensors" if name.endswith("_inv") else "weights.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (tmp_path / "config.json").write_text((fp8["qwen3_moe"] / "config.json").read_text())
+    expected = load(fp8["qwen3_moe"], global_quant_config="mxfp4").state_dict()
+    for name, value in load(tmp_path, global_quant_config="mxfp4").state_dict().items():
+        assert torch.equal(bits(value), bits(expected[name])), name
+
+
+def test_a_kept_layer_that_is_partly_quantized_is_dequantized(tmp_path: Path) -> None:
+    """As in requant's engine, where its parts are one layer; the parts that are not quantized are as they were."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    before = tensors_of(tmp_path)
+    some = ("layers.0.self_attn.q_proj", "layers.0.mlp.experts.3.up_proj")
+    quantize_checkpoint(tmp_path, BLOCK_FP8, "per_block_fp8", lambda name: name.endswith(some))
+    model, tensors = load(tmp_path, torch.bfloat16), tensors_of(tmp_path)
+    name = "model.layers.0.self_attn"
+    assert torch.equal(model.get_parameter(f"{name}.q_proj.weight"), bfloat16_of(tensors, f"{name}.q_proj"))
+    assert torch.equal(model.get_parameter(f"{name}.k_proj.weight"), before[f"{name}.k_proj.weight"])
+    stack, name = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj"), "model.layers.0.mlp.experts"
+    gate, up = stack[3].chunk(2)
+    assert torch.equal(up, bfloat16_of(tensors, f"{name}.3.up_proj"))
+    assert torch.equal(gate, before[f"{name}.3.gate_proj.weight"])
+    assert torch.isfinite(model(PROMPT).logits).all()
 
 
 def test_one_config_serves_several_checkpoints(fp8: dict[str, Path], tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ class QuantizedExperts(QuantizedModule):
         Returns:
             [T, H] in the dtype of ``hidden_states``.
         """
-        forward: Forward = self.made(hidden_states.dtype, self._make)
-        return forward(hidden_states, top_k_index.long(), top_k_weights.float())
+        with torch.cuda.device_of(hidden_states):  # kernels run on the current device, which may be another
+            forward: Forward = self.made(hidden_states.dtype, self._make)
+            return forward(hidden_states, top_k_index.long(), top_k_weights.float())
 
     def extra_repr(self) -> str:
         """Sizes and format."""

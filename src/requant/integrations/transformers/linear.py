@@ -45,8 +45,8 @@ class QuantizedLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., K] → [..., N], both in one dtype."""
-        product = self.made(x.dtype, self._make)
-        y = product(x.reshape(-1, self.in_features))
+        with torch.cuda.device_of(x):  # kernels run on the current device, which may be another
+            y = self.made(x.dtype, self._make)(x.reshape(-1, self.in_features))
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
