@@ -17,10 +17,13 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.core_model_loading import Chunk, WeightConverter
 
 import requant
+from requant.engine.build import plan_model
+from requant.engine.config import EngineConfig
 from requant.integrations.transformers import OnlineQuantConfig, QuantizedExperts, QuantizedLinear
 from requant.integrations.transformers.load import Loader
 
 PTPC = {"global_quant_config": "ptpc_fp8"}
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +217,20 @@ def test_one_matrix_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     load(tmp_path, torch.bfloat16, **PTPC)
     assert len(counts) == 2 * (4 + 3 * 16)
     assert max(counts) == 0
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*/*.json")), ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_the_recipes_of_this_repository_mean_the_same_as_in_the_engine(
+    checkpoints: dict[str, Path], file: Path
+) -> None:
+    folder = checkpoints[file.parent.name.replace("-", "_")]
+    config = OnlineQuantConfig.from_recipe(file)
+    told = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).hf_quantizer.report
+    assert told["num_layers"] > 0
+    if file.parent.name == "deepseek-v4":
+        return  # the engine does not run it
+    plan = plan_model(EngineConfig.create(model=str(folder), online_quant_config=str(file), device="cpu")).plan
+    expected = {row["layer"]: row["quant_type"] for row in plan.to_report()["layers"]}
+    assert {row["layer"]: row["quant_type"] for row in told["layers"]} == expected
+    assert {row["layer"] for row in told["kept"]} == {layer.name for layer in plan.kept}
+    assert told["unmatched_patterns"] == list(plan.unmatched_patterns)
