@@ -12,7 +12,8 @@ from requant.formats import FORMATS
 from requant.integrations.transformers import QuantizedExperts, QuantizedLinear
 from requant.kernels.activation import dequantize_activation, quantize_activation
 
-KINDS = ["qwen3", "qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v4", "gpt_oss"]
+DENSE, EXPERTS = ["qwen3", "qwen2"], ["qwen3_moe", "deepseek_v3", "mixtral", "granitemoe", "nemotron_h"]
+KINDS = [*DENSE, *EXPERTS, "deepseek_v4", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,9 @@ def dequantized(folder: Path, quantized: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, QuantizedLinear):
             own.weight.data = module.quantized.dequantize()
         elif isinstance(module, QuantizedExperts):
-            for index, part in enumerate(("gate_up_proj", "down_proj")):
+            for index, weight in enumerate(module.weights):
                 values = module.stack(index).dequantize()
-                getattr(own, part).data = values.transpose(1, 2).contiguous() if own.is_transposed else values
+                getattr(own, weight.name).data = values.transpose(1, 2).contiguous() if own.is_transposed else values
     return model
 
 
@@ -51,13 +52,15 @@ def quantize_inputs(model: PreTrainedModel, quantized: PreTrainedModel) -> None:
 def test_mxfp4_computes_with_the_dequantized_weights(checkpoints: dict[str, Path], kind: str) -> None:
     """The gates of gpt-oss (interleaved, with biases and limits) and DeepSeek-V4 (limits) among them."""
     model = load(checkpoints[kind], global_quant_config="mxfp4")
+    experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    assert bool(experts) == (kind not in DENSE)
     with torch.no_grad():
         expected = dequantized(checkpoints[kind], model)(PROMPT).logits
         torch.testing.assert_close(model(PROMPT).logits, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ptpc_fp8", "per_block_fp8"])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", DENSE)
 def test_fp8_quantizes_inputs_too(checkpoints: dict[str, Path], kind: str, name: str) -> None:
     model = load(checkpoints[kind], global_quant_config=name)
     other = dequantized(checkpoints[kind], model)

@@ -234,3 +234,10 @@ def test_the_recipes_of_this_repository_mean_the_same_as_in_the_engine(
     assert {row["layer"]: row["quant_type"] for row in told["layers"]} == expected
     assert {row["layer"] for row in told["kept"]} == {layer.name for layer in plan.kept}
     assert told["unmatched_patterns"] == list(plan.unmatched_patterns)
+
+
+def test_a_model_without_a_linear_is_loaded_as_it_is(tmp_path: Path) -> None:
+    """GPT-2 has convolutions, which are never quantized."""
+    model = load(make_checkpoint(tmp_path, "gpt2"), **PTPC)
+    assert formats(model, "") == {}
+    assert model.hf_quantizer.report["num_layers"] == 0

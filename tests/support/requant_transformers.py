@@ -59,9 +59,38 @@ GPT_OSS = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+NEMOTRON_H = {
+    "layers_block_type": ["attention", "moe"],
+    "head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+}
 CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "deepseek_v4": lambda: transformers.DeepseekV4Config(**DEEPSEEK_V4),
     "gpt_oss": lambda: transformers.GptOssConfig(**GPT_OSS),
+    # Renamed experts, experts in one tensor, experts without a gate, and a model without a Linear.
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**SMALL),
+    "nemotron_h": lambda: transformers.NemotronHConfig(**{**SMALL, **NEMOTRON_H}),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=512, n_embd=96, n_layer=2, n_head=6, n_positions=256),
 }
 PROMPT = torch.tensor([[5, 6, 7, 300, 21, 9]])
 

@@ -35,11 +35,12 @@ class QuantizedExperts(QuantizedModule):
 
     Attributes:
         num_experts: E.
+        weights: The two weights, as they were planned.
     """
 
     def __init__(self, experts: Any, format: Format, weights: tuple[Weight, Weight]) -> None:
         super().__init__(format)
-        self._weights = weights
+        self.weights = weights
         self.num_experts = weights[0].shape[0]
         for weight in weights:
             data, scale = weight.stored_shapes(format)
@@ -55,7 +56,7 @@ class QuantizedExperts(QuantizedModule):
 
     def stack(self, index: int) -> QuantizedStack:
         """The weights into (0) or out of (1) the inner features, of all experts."""
-        weight = self._weights[index]
+        weight = self.weights[index]
         data, scale = getattr(self, weight.name).data, getattr(self, f"{weight.name}_scale").data
         return QuantizedStack(data, scale, self.format, weight.shape[1:], weight.parts)
 
@@ -76,10 +77,10 @@ class QuantizedExperts(QuantizedModule):
 
     def extra_repr(self) -> str:
         """Sizes and format."""
-        return f"{self.num_experts} experts, {self._weights[0].shape[1:]}, {self.format.name}"
+        return f"{self.num_experts} experts, {self.weights[0].shape[1:]}, {self.format.name}"
 
     def _bias(self, index: int) -> Tensor | None:
-        bias = getattr(self, f"{self._weights[index].name}_bias")
+        bias = getattr(self, f"{self.weights[index].name}_bias")
         return None if bias is None else bias.data
 
     def _make(self, dtype: torch.dtype) -> Forward:
