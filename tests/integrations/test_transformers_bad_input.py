@@ -142,6 +142,25 @@ def test_nan_and_inf_are_counted(tmp_path: Path, tensor: str, name: str) -> None
         load(tmp_path, global_quant_config=name)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "named"),
+    [
+        ("model.embed_tokens.weight", "tensor model.embed_tokens.weight of "),
+        ("model.layers.1.mlp.gate.weight", "tensor model.layers.1.mlp.gate.weight of "),
+        ("model.layers.1.input_layernorm.weight", "tensor model.layers.1.input_layernorm.weight of "),
+        (f"{Q}.weight", f"tensor {Q}.weight of "),
+        ("model.layers.1.mlp.experts.5.up_proj.weight", "parameter model.layers.1.mlp.experts.gate_up_proj .of 16 ten"),
+    ],
+)
+def test_nan_is_counted_in_what_is_kept_too(tmp_path: Path, tensor: str, named: str) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    tensors = tensors_of(tmp_path)
+    tensors[tensor].view(-1)[7:9] = float("nan")
+    rewrite(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=f"{named}.*: 2 of .* values are NaN or Inf .as bfloat16"):
+        load(tmp_path, torch.bfloat16)
+
+
 @pytest.mark.parametrize("recipe", [{"global_quant_config": "mxfp4"}, {}])
 def test_nan_in_block_fp8_is_counted(tmp_path: Path, recipe: dict[str, str]) -> None:
     make_checkpoint(tmp_path, "qwen3")

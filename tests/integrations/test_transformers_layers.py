@@ -12,7 +12,7 @@ from requant_models import BLOCK_FP8, quantize_checkpoint
 from requant_tensors import bits
 from requant_transformers import PROMPT, load, make_checkpoint, rewrite, tensors_of
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
@@ -234,6 +234,23 @@ def test_the_recipes_of_this_repository_mean_the_same_as_in_the_engine(
     assert {row["layer"]: row["quant_type"] for row in told["layers"]} == expected
     assert {row["layer"] for row in told["kept"]} == {layer.name for layer in plan.kept}
     assert told["unmatched_patterns"] == list(plan.unmatched_patterns)
+
+
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForSequenceClassification])
+def test_other_heads_find_the_same_layers(checkpoints: dict[str, Path], kind: Any) -> None:
+    """Of a checkpoint with a language model's head: names lose a prefix, a new head is not quantized."""
+    config = OnlineQuantConfig(global_quant_config="mxfp4")
+    model = kind.from_pretrained(checkpoints["qwen3_moe"], quantization_config=config, num_labels=3)
+    model.config.pad_token_id = 0
+    whole = load(checkpoints["qwen3_moe"], global_quant_config="mxfp4").model
+    base = model if kind is AutoModel else model.model
+    assert formats(base, "layers.1.") == formats(whole, "layers.1.") != {}
+    assert torch.equal(bits(base.layers[1].mlp.experts.down_proj), bits(whole.layers[1].mlp.experts.down_proj))
+    assert not [name for name, value in model.state_dict().items() if value.is_meta]
+    kept = {row["layer"]: row["reason"] for row in model.hf_quantizer.report["kept"]}
+    assert kept["lm_head"] == "not loaded: transformers' model does not have it"
+    assert kept.get("score") in (None, "not loaded: the checkpoint does not have it")
+    assert torch.isfinite(model(PROMPT)[0]).all()
 
 
 def test_a_model_without_a_linear_is_loaded_as_it_is(tmp_path: Path) -> None:

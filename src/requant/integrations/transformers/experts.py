@@ -4,6 +4,7 @@ Legend: E experts, H hidden size, I inner size of one expert, T tokens, k expert
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from requant.formats import Format, QuantizedStack
 from requant.integrations.transformers.module import QuantizedModule
-from requant.integrations.transformers.plan import Weight
+from requant.integrations.transformers.weight import Weight
 from requant.kernels import lookup
 from requant.kernels.experts import ExpertWeights
 
@@ -35,12 +36,12 @@ class QuantizedExperts(QuantizedModule):
 
     Attributes:
         num_experts: E.
-        weights: The two weights, as they were planned.
+        weights: The two weights: their names, shapes and parts.
     """
 
     def __init__(self, experts: Any, format: Format, weights: tuple[Weight, Weight]) -> None:
         super().__init__(format)
-        self.weights = weights
+        self.weights = tuple(replace(weight, feeds=()) for weight in weights)
         self.num_experts = weights[0].shape[0]
         for weight in weights:
             data, scale = weight.stored_shapes(format)

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from requant.errors import CheckpointError
 from requant.integrations.transformers.headers import DTYPES, Header
-from requant.integrations.transformers.plan import Weight
 from requant.integrations.transformers.routes import Feed
 from requant.integrations.transformers.target import Target
+from requant.integrations.transformers.weight import Weight
 
 Read = Callable[[], Tensor]
 

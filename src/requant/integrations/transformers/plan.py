@@ -15,54 +15,10 @@ from requant.formats.storage import Storage, store
 from requant.integrations.transformers.config import OnlineQuantConfig
 from requant.integrations.transformers.headers import Header
 from requant.integrations.transformers.inventory import Layer, find_layers, weights_of
-from requant.integrations.transformers.routes import Feed, Renamer, Routes, find_routes, is_stacking
-from requant.integrations.transformers.sources import BLOCK, Source, find_sources
+from requant.integrations.transformers.routes import Feed, Renamer, Routes, find_routes
+from requant.integrations.transformers.sources import Source, find_sources
+from requant.integrations.transformers.weight import Weight, check_others, check_shapes
 from requant.recipe import Decision, resolve
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter of the model that is loaded here, not by transformers.
-
-    Attributes:
-        module: The module that has it.
-        name: Its name there.
-        shape: (E, N, K) of its values.
-        parts: Rows of each part of its matrices, which are quantized by themselves (gate and up).
-        format: What it is stored as; None: it stays the parameter that it is, and its source is dequantized.
-        feeds: What it is made of.
-        transposed: Whether model and checkpoint have [K, N] for each matrix.
-    """
-
-    module: str
-    name: str
-    shape: tuple[int, int, int]
-    parts: tuple[int, ...]
-    format: Format | None
-    feeds: tuple[Feed, ...]
-    transposed: bool = False
-
-    @property
-    def full_name(self) -> str:
-        """Its name in the model."""
-        return f"{self.module}.{self.name}"
-
-    @property
-    def is_reordered(self) -> bool:
-        """Whether transformers does more than to stack matrices: cuts tensors, or moves their elements."""
-        return self.feeds[0].converter is not None and not is_stacking(self.feeds)
-
-    def stored_shapes(self, format: Format) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of its codes and scales in a format: E of those of one matrix, whose parts begin new scales."""
-        experts, n, k = self.shape
-        rows = sum(format.scale_shape(part, k)[0] for part in self.parts)
-        return (experts, *format.data_shape(n, k)), (experts, rows, format.scale_shape(n, k)[1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in its format."""
-        experts, _, k = self.shape
-        return experts * sum(self.format.nbytes(n, k) for n in self.parts) if self.format else 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +46,7 @@ class LoadPlan:
 
     Attributes:
         layers: The layers.
+        kept: The parameters and buffers that transformers loads itself, and what they are made of.
         unmatched_patterns: Excludes that match nothing.
         warnings: Lines for the log.
         untied: Where a tied head becomes a copy of its own: its weight, and the embedding's that it was tied to.
@@ -97,6 +54,7 @@ class LoadPlan:
     """
 
     layers: tuple[PlannedLayer, ...]
+    kept: Mapping[str, Sequence[Feed]]
     unmatched_patterns: tuple[str, ...]
     warnings: tuple[str, ...]
     untied: tuple[str, str] | None = None
@@ -123,10 +81,12 @@ def make_plan(
     layers = find_layers(model, routes, tied[1] if tied else None)
     resolution = resolve(config.recipe, [layer.names for layer in layers])
     planned = [_plan(model, layer, resolution.decisions[layer.names.module], routes, tied) for layer in layers]
-    _check_others(routes, planned)
-    untied = tied if tied and any(weight.full_name == tied[0] for row in planned for weight in row.weights) else None
+    check_others(routes, [source for row in planned for source in row.sources])
+    loaded = {weight.full_name for row in planned for weight in row.weights}
+    untied = tied if tied and tied[0] in loaded else None
     return LoadPlan(
         tuple(planned),
+        {target: feeds for target, feeds in routes.feeds.items() if target not in loaded},
         resolution.unmatched_patterns,
         (*resolution.warnings, *_notes(planned)),
         untied,
@@ -141,7 +101,8 @@ def _notes(layers: Sequence[PlannedLayer]) -> Iterator[str]:
         if row.storage.note:
             by_note.setdefault(row.storage.note, []).append(row.layer.names.module)
     for note, names in by_note.items():
-        yield f"{len(names)} layers: {note} ({names[0]} first)" if len(names) > 1 else f"{names[0]}: {note}"
+        many = len(names) > 1
+        yield f"{len(names)} layer{'s' if many else ''}: {note} ({names[0]}{' first' if many else ''})"
 
 
 def tied_head(model: PreTrainedModel) -> tuple[str, str] | None:
@@ -196,58 +157,5 @@ def _weight(module: nn.Module, module_name: str, name: str, format: Format | Non
             f"{feeds[0].source.weight} is {feeds[0].source.weight.dtype}, and {weight.full_name} is kept unquantized "
             "in another order; accepted: a layer that stays quantized"
         )
-    _check_shapes(weight, shape)
+    check_shapes(weight, shape)
     return weight
-
-
-def _check_shapes(weight: Weight, shape: tuple[int, ...]) -> None:
-    """Refuse tensors that do not make up the parameter."""
-    feeds = weight.feeds
-    experts, n, k = weight.shape
-    if weight.is_reordered:
-        quantized = next((feed.source for feed in feeds if feed.source.format), None)
-        if quantized is not None:
-            raise CheckpointError(
-                f"{quantized.weight} is {quantized.weight.dtype}, and transformers cuts or reorders it for "
-                f"{weight.full_name}; accepted: BF16, F16, F32"
-            )
-        return
-    if feeds[0].converter is None:
-        wanted = [shape if weight.transposed else (experts, n, k)[3 - len(shape) :]]
-    else:
-        each = (n,) if len({feed.pattern for feed in feeds}) == 1 else weight.parts
-        wanted = [(rows, k) for rows in each for _ in range(experts)]
-    if len(feeds) != len(wanted):
-        raise CheckpointError(
-            f"{weight.full_name} is made of {len(feeds)} tensors of the checkpoint ({feeds[0].source.name} first); "
-            f"the model's configuration needs {len(wanted)}"
-        )
-    for feed, values in zip(feeds, wanted, strict=True):
-        format = feed.source.format
-        # Codes that share a byte fill whole groups, so K may be less than what is stored.
-        columns = format.data_shape(1, values[-1])[1] * format.codes_per_byte if format else values[-1]
-        expected = (*values[:-1], columns)
-        if feed.source.shape != expected:
-            raise CheckpointError(
-                f"{feed.source.weight} has shape {list(feed.source.shape)}; the model's configuration needs "
-                f"{list(expected)}"
-            )
-        rows, cut = BLOCK.group[0], feed.source.format is BLOCK and expected[-2] != weight.parts[0]
-        if cut and weight.parts[0] % rows:
-            raise CheckpointError(
-                f"{feed.source.weight}: its scale blocks of {rows} rows cross the border between matrices of "
-                f"{weight.parts[0]} rows; accepted: matrices in tensors of their own, or of a multiple of {rows} rows"
-            )
-
-
-def _check_others(routes: Routes, layers: Sequence[PlannedLayer]) -> None:
-    """Refuse quantized tensors that feed anything but a layer: transformers would take the codes for values."""
-    known = {id(source) for layer in layers for source in layer.sources}
-    for target, feeds in routes.feeds.items():
-        for feed in feeds:
-            source = feed.source
-            if id(source) not in known and source.format is not None and not source.flaw:
-                raise CheckpointError(
-                    f"{source.weight} is {source.weight.dtype} and feeds {target}, which is neither a Linear nor "
-                    "experts; accepted: BF16, F16, F32"
-                )

@@ -14,12 +14,14 @@ from requant.errors import ConfigError
 from requant.integrations.transformers.config import METHOD, OnlineQuantConfig
 from requant.integrations.transformers.convert import LayerConverter
 from requant.integrations.transformers.experts import QuantizedExperts
+from requant.integrations.transformers.finite import check_kept
 from requant.integrations.transformers.headers import read_headers
 from requant.integrations.transformers.linear import QuantizedLinear
 from requant.integrations.transformers.load import make_loaders
-from requant.integrations.transformers.plan import LoadPlan, Weight, make_plan
+from requant.integrations.transformers.plan import LoadPlan, make_plan
 from requant.integrations.transformers.report import make_report
 from requant.integrations.transformers.routes import Renamer
+from requant.integrations.transformers.weight import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class OnlineQuantizer(HfQuantizer):
         self.pre_quantized = False
         self.report: dict[str, Any] = {}
         self._conversions: list[str] = []
+        self._converter: LayerConverter | None = None
 
     def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
         """Refuse devices that weights would have to be fetched from for every step."""
@@ -67,17 +70,24 @@ class OnlineQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """The model's conversions, behind the one that takes the tensors of quantized layers."""
+        if self._converter is None:  # after loading: for an adapter, say
+            return weight_conversions
         if [repr(conversion) for conversion in weight_conversions] != self._conversions:
-            raise ConfigError("OnlineQuantConfig follows transformers' own names; accepted: no key_mapping")
+            raise ConfigError(
+                "OnlineQuantConfig follows transformers' own names; accepted: no key_mapping, no fusion_config"
+            )
         return [self._converter, *weight_conversions]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> PreTrainedModel:
         _check_devices(getattr(model, "hf_device_map", None))
+        check_kept(model, self._plan.kept)
         seconds = sum(loader.seconds for loader in self._loaders)
         self.report = make_report(model, self.quantization_config, self._plan, seconds)
         logger.info(
             "Weight post-processing done: %.2f seconds, %d layers online-quantized", seconds, self.report["num_layers"]
         )
+        del self._plan, self._loaders  # of a large checkpoint as many objects as it has tensors
+        self._converter = None
         return model
 
     def is_serializable(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from requant.formats import Format
 from requant.integrations.transformers.fill import fill
 from requant.integrations.transformers.module import QuantizedModule
-from requant.integrations.transformers.plan import Weight
+from requant.integrations.transformers.weight import Weight
 
 
 @dataclass(frozen=True)
