@@ -172,6 +172,16 @@ def test_nan_in_block_fp8_is_counted(tmp_path: Path, recipe: dict[str, str]) -> 
         load(tmp_path, **recipe)
 
 
+@pytest.mark.parametrize("recipe", [{"global_quant_config": "mxfp4"}, {}])
+def test_the_nan_of_e8m0_scales_is_refused(tmp_path: Path, recipe: dict[str, str]) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    quantize_checkpoint(tmp_path, BLOCK_FP8, "per_block_fp8", lambda name: name == Q)
+    scale = torch.full((1, 1), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    rewrite(tmp_path, {**tensors_of(tmp_path), f"{Q}.weight_scale_inv": scale})
+    with pytest.raises(CheckpointError, match=f"tensor {Q}.weight of .* values are NaN or Inf"):
+        load(tmp_path, **recipe)
+
+
 def test_what_from_pretrained_cannot_be_given(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
     config = OnlineQuantConfig(**PTPC)

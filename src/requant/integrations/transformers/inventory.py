@@ -76,7 +76,7 @@ class _Survey:
             if name in fused:
                 group = fused[name]
                 if group:
-                    yield self._layer(f"{name.rpartition('.')[0]}.{group[1]}", group[0])
+                    yield self._layer(f"{name.rpartition('.')[0]}.{group[1]}".lstrip("."), group[0])
             elif name in self._experts or (isinstance(module, nn.Linear) and not name.startswith(inside)):
                 yield self._layer(name, (name,))
             elif name in self._routers:
@@ -134,12 +134,12 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _routers(modules: dict[str, nn.Module], experts: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Modules beside experts that have a row of weights for each."""
+    """Modules beside experts that have a row of weights for each; a projection could by chance."""
     for name, module in experts.items():
         count = len(getattr(module, weights_of(module)[0]))
         parent = name.rpartition(".")[0]
         for other, candidate in modules.items():
-            if not other.startswith(f"{parent}.") or other.startswith(name):
+            if not other.startswith(f"{parent}.") or other.startswith(name) or other.endswith("_proj"):
                 continue
             weight = getattr(candidate, "weight", None)
             if weight is not None and weight.ndim == 2 and weight.shape[0] == count:
