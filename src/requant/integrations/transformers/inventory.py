@@ -123,7 +123,8 @@ class _Survey:
         kind = type(module)
         if isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward:
             return f"{kind.__name__} is not a plain product"
-        if name in self._experts and (not hasattr(module, "is_transposed") or module.has_post_expert_norm):
+        exchangeable = hasattr(module, "is_transposed") and not getattr(module, "has_post_expert_norm", False)
+        if name in self._experts and not exchangeable:
             return f"{kind.__name__} has no exchangeable experts in transformers"
         return None
 

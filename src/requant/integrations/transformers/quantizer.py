@@ -68,7 +68,7 @@ class OnlineQuantizer(HfQuantizer):
         self._converter = LayerConverter(self._loaders, model, renamer)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *unused: object) -> list[Any]:
         """The model's conversions, behind the one that takes the tensors of quantized layers."""
         if self._converter is None:  # after loading: for an adapter, say
             return weight_conversions
