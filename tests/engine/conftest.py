@@ -43,34 +43,36 @@ class FakeRunner:
     """Stores a digest of the history in each KV slot and samples from the last one.
 
     Args:
-        extra: How many more tokens than one to give when sampling, as a speculative decoder does.
+        drafts: How many tokens to draft for the next step; they are guessed right most of the time.
     """
 
     vocab_size = VOCAB
 
-    def __init__(self, num_blocks: int, block_size: int, extra: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, drafts: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.extra = extra
+        self.drafts = drafts
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.steps: list[tuple[ScheduledSequence, ...]] = []
         self.computed_tokens = 0
 
     def run(self, sequences: Sequence[ScheduledSequence]) -> list[RunnerOutput]:
         self.steps.append(tuple(sequences))
-        self.computed_tokens += sum(sequence.count for sequence in sequences)
+        self.computed_tokens += sum(sequence.length for sequence in sequences)
         written: set[int] = set()
         for sequence in sequences:
-            slots = {self._slot(sequence, p) for p in range(sequence.start, sequence.stop)}
-            assert len(slots) == sequence.count, "a sequence writes a slot twice"
+            assert not sequence.drafts or sequence.samples
+            assert len(sequence.drafts) <= self.drafts
+            slots = {self._slot(sequence, sequence.start + i) for i in range(sequence.length)}
+            assert len(slots) == sequence.length, "a sequence writes a slot twice"
             assert not slots & written, "two sequences write the same slot"
             written |= slots
         # In scheduling order: a sequence may read blocks that an earlier one stores in the same step.
         for sequence in sequences:
-            for p in range(sequence.start, sequence.stop):
+            for p, token in enumerate(sequence.tokens, sequence.start):
                 previous = self.kv[self._slot(sequence, p - 1)] if p else 0
                 assert previous is not None
-                self.kv[self._slot(sequence, p)] = digest(previous, sequence.request.tokens[p])
+                self.kv[self._slot(sequence, p)] = digest(previous, token)
         return [self._output(sequence) for sequence in sequences]
 
     def _slot(self, sequence: ScheduledSequence, position: int) -> int:
@@ -87,21 +89,33 @@ class FakeRunner:
         prompt_logprobs = tuple(logprob_of(request.prompt[p + 1], kvs[p]) for p in sequence.prompt_positions)
         if not sequence.samples:
             return RunnerOutput(prompt_logprobs=prompt_logprobs)
-        tokens = []
         kv = kvs[-1]
-        logprobs = []
-        for _ in range(1 + self.extra):
+        assert kv is not None
+        tokens = [next_token(kv)]
+        logprobs = [logprob_of(tokens[0], kv)]
+        for draft in sequence.drafts:
+            if draft != tokens[-1]:
+                break
+            kv = digest(kv, draft)
             tokens.append(next_token(kv))
             logprobs.append(logprob_of(tokens[-1], kv))
-            kv = digest(kv, tokens[-1])
         wanted = request.params.logprobs is not None
-        return RunnerOutput(tuple(tokens), tuple(logprobs) if wanted else (), prompt_logprobs)
+        drafts = self._guess(digest(kv, tokens[-1]))
+        return RunnerOutput(tuple(tokens), tuple(logprobs) if wanted else (), prompt_logprobs, drafts)
+
+    def _guess(self, kv: int) -> tuple[int, ...]:
+        drafts = []
+        for _ in range(self.drafts):
+            right = next_token(kv)
+            drafts.append(right if crc32(b"guess", kv) % 4 else (right + 1) % VOCAB)
+            kv = digest(kv, right)
+        return tuple(drafts)
 
 
 class Harness:
     """An engine core over a fake runner, and what it has put out so far."""
 
-    def __init__(self, extra: int = 0, **limits: int | bool) -> None:
+    def __init__(self, **limits: int | bool) -> None:
         defaults = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 16,
@@ -110,7 +124,7 @@ class Harness:
             "num_blocks": 64,
         }
         self.config = SchedulerConfig(**(defaults | limits))
-        self.runner = FakeRunner(self.config.num_blocks, self.config.block_size, extra)
+        self.runner = FakeRunner(self.config.num_blocks, self.config.block_size, self.config.drafts)
         self.core = EngineCore(self.runner, self.config)
         self.outputs: dict[str, list[CoreOutput]] = {}
 

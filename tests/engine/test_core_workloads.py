@@ -35,10 +35,10 @@ def expected_tokens(alone: tuple[int, ...], stops: set[int], min_tokens: int) ->
     return alone
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_everyone_gets_what_they_would_get_alone(harness: Make, generate_alone: Alone, seed: int) -> None:
     rng = random.Random(seed)
-    h = harness(extra=rng.choice([0, 0, 2]), **limits(rng))
+    h = harness(drafts=rng.choice([0, 0, 1, 3, 8]), **limits(rng))
     prefixes = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
     expected: dict[str, tuple[int, ...]] = {}
     prompts: dict[str, list[int]] = {}
@@ -83,7 +83,7 @@ def test_everyone_gets_what_they_would_get_alone(harness: Make, generate_alone: 
                 assert [entry.token for entry in output.prompt_logprobs[1:]] == prompts[name][1:]
     for step in h.runner.steps:
         assert len(step) <= h.config.max_num_seqs
-        assert sum(sequence.count for sequence in step) <= h.config.max_num_batched_tokens
+        assert sum(sequence.length for sequence in step) <= h.config.max_num_batched_tokens
         assert len({sequence.request.id for sequence in step}) == len(step)
 
 

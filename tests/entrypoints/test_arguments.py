@@ -53,7 +53,10 @@ SAMPLES: dict[str, tuple[list[str], Any]] = {
     "served_model_name": (["a", "b"], ("a", "b")),
     "chat_template": (["{{ x }}"], "{{ x }}"),
     "log_level": (["debug"], "debug"),
+    "method": (["mtp"], "mtp"),
+    "num_speculative_tokens": (["3"], 3),
 }
+COMPANIONS = {"num_speculative_tokens": ["--method", "mtp"]}  # without which an option makes no sense
 
 
 def option_names() -> list[str]:
@@ -66,7 +69,7 @@ def test_every_option_is_a_flag(name: str, spelling: str) -> None:
     values, expected = SAMPLES[name]
     flag = "--" + (name if spelling == "underscores" else name.replace("_", "-"))
     given = [f"{flag}={values[0]}"] if spelling == "equals" and len(values) == 1 else [flag, *values]
-    parsed = parse("--model", "M", *given)
+    parsed = parse("--model", "M", *given, *COMPANIONS.get(name, []))
     parts = [*vars(engine_config(parsed)).values(), server_config(parsed)]
     (part,) = [part for part in parts if name in {field.name for field in fields(part)}]
     assert getattr(part, name) == expected
@@ -106,6 +109,10 @@ def configs(*args: str) -> tuple[EngineConfig, ServerConfig]:
         (["--model", "M", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--model", "M", "--seed", str(2**64)], f"--seed is {2**64}; accepted: a whole number of 64 bits"),
         (["--model", "M", "--seed", str(-(2**63) - 1)], "accepted: a whole number of 64 bits"),
+        (["--model", "M", "--method", "eagle"], "argument --method: invalid choice: 'eagle' (choose from"),
+        (["--model", "M", "--method", "mtp", "--num-speculative-tokens", "0"], "-tokens is 0; accepted: 1 to 8"),
+        (["--model", "M", "--method", "mtp", "--num-speculative-tokens", "9"], "-tokens is 9; accepted: 1 to 8"),
+        (["--model", "M", "--num-speculative-tokens", "3"], "is 3; accepted: none without --method mtp"),
         (["--model", "M", "-tp", "0"], "--tensor-parallel-size is 0; accepted: 1 to 1024"),
         (["--model", "M", "--port", "0"], "--port is 0; accepted: 1 to 65535"),
         (["--model", "M", "--server-port", "70000"], "--server-port is 70000; accepted: 0 to 65535"),

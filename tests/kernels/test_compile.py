@@ -8,9 +8,10 @@ import torch
 
 from requant.formats import FORMATS
 from requant.kernels import lookup
+from requant.layers.routing import Routing
 
 pytest.importorskip("triton")
-for kernels in ("quantize_fp8", "quantize_mxfp4", "requantize"):
+for kernels in ("quantize_fp8", "quantize_mxfp4", "requantize", "norm", "rotary", "routing"):
     importlib.import_module(f"requant.kernels.triton.{kernels}")
 
 from requant_compile import Launch, launches  # noqa: E402, F401
@@ -62,6 +63,27 @@ def test_from_bfloat16_and_from_block_fp8(name: str, n: int, k: int, launches: l
 def test_from_other_dtypes(name: str, dtype: torch.dtype, launches: list[Launch]) -> None:  # noqa: F811
     run("quantize_many", name, 256, 2048, dtype)
     launches[0].compile()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_between_products(dtype: torch.dtype, launches: list[Launch]) -> None:  # noqa: F811
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=kind)
+
+    norm, heads, route = (lookup(op, "*", "cuda") for op in ("rms_norm", "heads", "route"))
+    norm(empty(3, 2048), empty(2048), 1e-6)
+    norm(empty(3, 2048), empty(2048), 1e-6, empty(3, 2048))
+    slots, rope = torch.zeros(3, dtype=torch.int64), (empty(3, 1, 64), empty(3, 1, 64))
+    cache = empty(2, 9, 16, 4, 128)
+    for norms in (None, (empty(128), empty(128))):
+        heads(empty(3, 40, 128), 32, norms, 1e-6, rope, *cache.unbind(0), slots)
+    route(empty(3, 128), None, Routing(128, 8, renormalize=True))
+    groups = {"groups": 8, "top_groups": 4, "group_score": 2}
+    bias = empty(256, kind=torch.float32)
+    route(empty(3, 256), bias, Routing(256, 8, scoring="sigmoid", renormalize=True, scaling=2.5, **groups))
+    assert len(launches) == 6
+    for launch in launches:
+        launch.compile()
 
 
 def test_what_the_compiler_refuses_fails(launches: list[Launch]) -> None:  # noqa: F811

@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from requant.errors import ModelError
-from requant.layers.rotary import RotaryEmbedding, rotate, rotate_pairs
+from requant.kernels.rotary_reference import rotate, rotate_pairs
+from requant.layers.rotary import RotaryEmbedding
 
 CPU = torch.device("cpu")
 HEAD = 16

@@ -64,6 +64,28 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
     return folder
 
 
+def add_mtp_layer(folder: Path) -> Path:
+    """Give a DeepSeek-V3 model an MTP layer behind its last one: another decoder layer, a projection, norms, copies."""
+    config = json.loads((folder / "config.json").read_text())
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    old, new = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    torch.manual_seed(1)
+    for name in [name for name in tensors if name.startswith(old)]:
+        values = tensors[name]
+        shuffled = values.flatten()[torch.randperm(values.numel())].view_as(values) if values.dim() > 1 else values
+        tensors[new + name.removeprefix(old)] = shuffled.clone()
+    like = tensors["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{new}{name}.weight"] = like.clone()
+    tensors[f"{new}eh_proj.weight"] = (0.1 * torch.randn(hidden, 2 * hidden)).to(like.dtype)
+    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return folder
+
+
 def quantize_checkpoint(folder: Path, section: dict[str, object], format: str, owners: Callable[[str], bool]) -> None:
     """Store the matrices that ``owners`` says (by name, without ``.weight``) in ``format``, and declare ``section``."""
     suffix = "weight_scale_inv" if format == "per_block_fp8" else "weight_scale"

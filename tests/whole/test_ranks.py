@@ -71,6 +71,18 @@ def test_the_tokens_are_those_of_one_rank(checkpoint: Path, tmp_path: Path) -> N
     assert len(list(tmp_path.glob("online_quant_info_*.json"))) == 3, "each start writes one report, of rank 0"
 
 
+def test_the_command_for_qwen3_235b(checkpoint: Path, tmp_path: Path) -> None:
+    recipe = '{"global_quant_config":"mxfp4","exclude_layer":["lm_head","*.gate.*"]}'
+    flags = ["-tp", "2", "--enable-expert-parallel", "--online_quant_config", recipe]
+    with ranked(checkpoint, [*flags, *SETTINGS, "--online-quant-info-dir", str(tmp_path)]) as server:
+        client = openai.OpenAI(base_url=f"{server.url()}/v1", api_key="none", max_retries=0)
+        answer = client.completions.create(model="tiny", prompt="fox", max_tokens=9, extra_body={"ignore_eos": True})
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 9
+        server.process.terminate()
+        assert server.end(within=10) == 0
+
+
 def break_one(pid: int, how: signal.Signals) -> float:
     time.sleep(0.5)
     os.kill(pid, how)

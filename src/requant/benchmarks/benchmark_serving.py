@@ -49,7 +49,7 @@ def bench(parsed: argparse.Namespace) -> None:
     times = arrivals(len(samples), config.request_rate, config.burstiness, rng)
     with progress(len(samples), config.disable_tqdm) as on_done:
         outcome = run_requests(config, samples, times, on_done)
-    told = figures(outcome.records, outcome.duration, config.metrics, config.percentiles, config.goals)
+    told = figures(outcome.records, outcome.duration, config.metrics, config.percentiles, config.goals) | outcome.drafts
     for line in report.lines(config, told, outcome.records):
         print(line)
     if file:

@@ -47,6 +47,7 @@ def lines(config: BenchConfig, figures: dict[str, Any], records: Sequence[Record
         yield f"{f' {title} ':-^{_WIDTH}}"
         for name in ("mean", "median", *map(percentile_name, config.percentiles)):
             yield _line(f"{name.capitalize()} {short} (ms)", figures[f"{name}_{metric}_ms"])
+    yield from _draft_lines(figures)
     yield "=" * _WIDTH
     errors = Counter(record.error for record in records if record.error)
     for error, count in errors.most_common(_SHOWN_ERRORS):
@@ -108,6 +109,19 @@ def result_file(config: BenchConfig, now: datetime) -> Path:
 def write(file: Path, document: dict[str, Any]) -> None:
     """Write the result."""
     file.write_text(json.dumps(document) + "\n")
+
+
+def _draft_lines(figures: dict[str, Any]) -> Iterator[str]:
+    if "spec_decode_num_drafts" not in figures:
+        return
+    yield f"{' Speculative decoding ':-^{_WIDTH}}"
+    yield _line("Drafts", figures["spec_decode_num_drafts"])
+    yield _line("Tokens drafted", figures["spec_decode_draft_tokens"])
+    yield _line("Tokens accepted", figures["spec_decode_accepted_tokens"])
+    yield _line("Acceptance (%)", figures["spec_decode_acceptance_rate"])
+    yield _line("Tokens a step", figures["spec_decode_acceptance_length"])
+    for place, rate in enumerate(figures["spec_decode_per_position_acceptance_rates"]):
+        yield _line(f"  Acceptance at position {place} (%)", 100 * rate)
 
 
 def _line(label: str, value: float) -> str:

@@ -4,9 +4,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from requant.benchmarks.config import BenchConfig
+from requant.benchmarks.drafts import draft_figures, fetch
 from requant.benchmarks.http_client import Client, open_session
 from requant.benchmarks.metrics import Record
 from requant.benchmarks.workload import Sample
@@ -20,10 +22,12 @@ class Outcome:
     Attributes:
         records: One a request, in their order.
         duration: Seconds from the first request to the last answer.
+        drafts: Figures of the server's speculative decoding meanwhile, if it has any.
     """
 
     records: list[Record]
     duration: float
+    drafts: dict[str, Any] = field(default_factory=dict)
 
 
 def run(
@@ -66,6 +70,7 @@ async def _run(
 
         warmups = (samples[i % len(samples)] for i in range(config.num_warmups))
         await asyncio.gather(*(send(sample) for sample in warmups))
+        before = await fetch(session, config.server)
         begin = time.perf_counter()
 
         async def arrive(sample: Sample, moment: float) -> Record:
@@ -75,4 +80,5 @@ async def _run(
             return record
 
         records = await asyncio.gather(*map(arrive, samples, times))
-        return Outcome(list(records), time.perf_counter() - begin)
+        duration = time.perf_counter() - begin
+        return Outcome(list(records), duration, draft_figures(before, await fetch(session, config.server)))

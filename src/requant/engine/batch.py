@@ -23,7 +23,8 @@ class Step:
         tables: int32 [B, pages], the pages of each sequence.
         slots: int64 [T], where each token's key and value go.
         prompt_rows: For each sequence the rows in T whose logits predict wanted tokens of its prompt, maybe none.
-        sampled_rows: int64, the rows in T whose logits the next tokens are sampled from.
+        sampled_rows: int64, the rows in T whose logits the next tokens are sampled from: of a sequence that samples
+            its last known token's, and its drafts'.
     """
 
     ids: np.ndarray
@@ -52,11 +53,15 @@ class ModelInput:
 
 
 def make_step(sequences: Sequence[ScheduledSequence], block_size: int) -> Step:
-    """Flatten ``sequences``."""
-    counts = np.array([s.count for s in sequences], dtype=np.int64)
+    """Flatten ``sequences``.
+
+    Where all of them decode, each token is a sequence of its own, with the same pages: attention that is made for
+    decoding, and its CUDA graphs, then serve drafts as well.
+    """
+    counts = np.array([s.length for s in sequences], dtype=np.int64)
     starts = np.array([s.start for s in sequences], dtype=np.int64)
     query_start = np.concatenate(([0], np.cumsum(counts)))
-    ids = np.concatenate([np.asarray(s.request.tokens[s.start : s.stop], dtype=np.int64) for s in sequences])
+    ids = np.concatenate([np.asarray(s.tokens, dtype=np.int64) for s in sequences])
     positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
 
     context_lens = starts + counts
@@ -66,16 +71,14 @@ def make_step(sequences: Sequence[ScheduledSequence], block_size: int) -> Step:
         tables[row, :used] = sequence.request.blocks[:used]
     rows = np.repeat(np.arange(len(sequences)), counts)
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    return Step(
-        ids,
-        positions,
-        query_start,
-        context_lens,
-        tables,
-        slots,
-        tuple(_prompt_rows(s, int(first) - s.start) for s, first in zip(sequences, query_start, strict=False)),
-        query_start[1:][[s.samples for s in sequences]] - 1,
-    )
+    prompt_rows = tuple(_prompt_rows(s, int(first) - s.start) for s, first in zip(sequences, query_start, strict=False))
+    sampling = [
+        np.arange(end - 1 - len(s.drafts), end) for s, end in zip(sequences, query_start[1:], strict=True) if s.samples
+    ]
+    sampled_rows = np.concatenate(sampling) if sampling else np.zeros(0, dtype=np.int64)
+    if all(s.count == 1 and s.samples for s in sequences):
+        query_start, context_lens, tables = np.arange(len(ids) + 1), positions + 1, tables[rows]
+    return Step(ids, positions, query_start, context_lens, tables, slots, prompt_rows, sampled_rows)
 
 
 def _prompt_rows(sequence: ScheduledSequence, zero: int) -> range:
@@ -89,19 +92,21 @@ def _prompt_rows(sequence: ScheduledSequence, zero: int) -> range:
 def to_device(step: Step, device: torch.device) -> ModelInput:
     """The step's tensors; on a GPU every transfer is asynchronous, from pinned memory."""
 
-    def move(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
     attention = AttentionBatch(
-        query_start=move(step.query_start, torch.int32),
-        context_lens=move(step.context_lens, torch.int32),
-        block_tables=move(step.tables, torch.int32),
-        slots=move(step.slots, torch.int64),
+        query_start=moved(step.query_start, torch.int32, device),
+        context_lens=moved(step.context_lens, torch.int32, device),
+        block_tables=moved(step.tables, torch.int32, device),
+        slots=moved(step.slots, torch.int64, device),
         max_query=int(np.diff(step.query_start).max()),
         max_context=int(step.context_lens.max()),
     )
-    return ModelInput(move(step.ids, torch.int64), move(step.positions, torch.int64), attention)
+    return ModelInput(moved(step.ids, torch.int64, device), moved(step.positions, torch.int64, device), attention)
+
+
+def moved(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An array on the device; on a GPU the transfer is asynchronous, from pinned memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def dummy_input(sequences: int, tokens_each: int, device: torch.device) -> ModelInput:

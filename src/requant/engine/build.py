@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def plan_rank(
     Raises:
         RequantError: Recipe, checkpoint and configuration do not fit each other, or not this number of ranks.
     """
-    model = _model(files.model_type, files.config, files.checkpoint, ranks)
+    model = _model(files, ranks, mtp=config.speculative.method == "mtp")
     plan = make_plan(
         model,
         files.checkpoint,
@@ -138,6 +139,7 @@ def plan_rank(
         dtype=_dtype(config.model.dtype, files.config),
         device=_device(config.parallel, ranks.rank),
         not_loaded=model.not_loaded,
+        copies=model.copies,
         ranks=ranks,
         cached=cached,
     )
@@ -204,6 +206,7 @@ def make_core(loaded: LoadedRank, config: EngineConfig) -> BuiltEngine:
         block_size=config.cache.block_size,
         num_blocks=blocks,
         enable_prefix_caching=not config.cache.no_enable_prefix_caching,
+        drafts=config.speculative.drafts,
     )
     return BuiltEngine(
         core=EngineCore(runner, scheduler),
@@ -244,7 +247,8 @@ def _load_rank(config: EngineConfig, team: Team, device: torch.device, pool: Sla
     max_tokens = config.batch.max_num_batched_tokens or (8192 if device.type == "cuda" else 1024)
     max_seqs = min(config.batch.max_num_seqs, max_tokens)
 
-    runner = ModelRunner(model, device, plan.dtype, config.cache.block_size, config.model.seed, team.announce)
+    drafts = config.speculative.drafts
+    runner = ModelRunner(model, device, plan.dtype, config.cache.block_size, config.model.seed, team.announce, drafts)
     pages = -(-planned.max_model_len // config.cache.block_size)
     sharing = team.ranks.size if device.type == "cpu" else 1  # ranks of one host share its memory
     available = memory.available_bytes(device, config.cache.gpu_memory_utilization) // sharing
@@ -294,13 +298,21 @@ def _hf_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCon
         raise CheckpointError(f"transformers cannot read {file}: {one_line(error)}") from error
 
 
-def _model(model_type: type[CausalLM], hf_config: PreTrainedConfig, checkpoint: Checkpoint, ranks: Ranks) -> CausalLM:
+def _model(files: ModelFiles, ranks: Ranks, mtp: bool) -> CausalLM:
     """The model without weights; sizes that make no sense show here."""
+    model_type, file = files.model_type, files.checkpoint.folder / "config.json"
+    if mtp and "mtp" not in signature(model_type).parameters:
+        raise ModelError(f"--method is 'mtp', and {model_type.__name__} has no MTP layer; accepted here: no --method")
     try:
-        return model_type(hf_config, ranks)
+        model = model_type(files.config, ranks, **({"mtp": True} if mtp else {}))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        file = checkpoint.folder / "config.json"
         raise ModelError(f"no model can be made as {file} says: {type(error).__name__}: {error}") from error
+    layer = model.draft_layer
+    if layer and not any(name.startswith(f"{layer}.") for name in files.checkpoint.tensors):
+        raise CheckpointError(
+            f"--method is 'mtp', and {files.checkpoint.folder} has no tensor of the MTP layer {layer}"
+        )
+    return model
 
 
 @contextmanager

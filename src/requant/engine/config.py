@@ -12,6 +12,7 @@ from requant.flags import check, option
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cuda", "cpu")
+METHODS = ("mtp",)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding: tokens are drafted cheaply, and the model checks several in one step."""
+
+    method: str | None = option(None, "how tokens are drafted: by the checkpoint's MTP layer", choices=METHODS)
+    num_speculative_tokens: int | None = option(None, "tokens drafted for each step (default: 1)")
+
+    def __post_init__(self) -> None:
+        """Refuse other methods, and numbers that never pay."""
+        check(self.method is None or self.method in METHODS, "method", self.method, ", ".join(METHODS))
+        number = self.num_speculative_tokens
+        check(number is None or 1 <= number <= 8, "num_speculative_tokens", number, "1 to 8")
+        if number is not None and self.method is None:
+            raise ConfigError(f"--num-speculative-tokens is {number}; accepted: none without --method mtp")
+
+    @property
+    def drafts(self) -> int:
+        """Tokens drafted for each step, 0 without a method."""
+        return (self.num_speculative_tokens or 1) if self.method else 0
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine needs to know; made by :meth:`create` from flat names."""
 
@@ -123,6 +145,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     @classmethod
     def create(cls, **flat: Any) -> "EngineConfig":
@@ -147,4 +170,5 @@ PARTS: dict[str, type] = {
     "cache": CacheConfig,
     "batch": BatchConfig,
     "parallel": ParallelConfig,
+    "speculative": SpeculativeConfig,
 }

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 from requant.engine.messages import CoreOutput, CoreRequest, CoreStats, FinishReason, StepResult, TokenLogprobs
 from requant.engine.request import Request
-from requant.engine.runner_protocol import Runner, RunnerOutput
+from requant.engine.runner_protocol import Runner, RunnerOutput, ScheduledSequence
 from requant.engine.scheduler import Scheduler, SchedulerConfig
+from requant.engine.speculation import Speculation
 from requant.errors import RequestError
 
 
@@ -31,6 +32,7 @@ class EngineCore:
         self._scheduler = Scheduler(config)
         self._requests: dict[str, Request] = {}
         self._aborted: list[CoreOutput] = []
+        self._speculation = Speculation(config.drafts)
         self._prompt_tokens = 0
         self._generation_tokens = 0
 
@@ -68,10 +70,19 @@ class EngineCore:
         if sequences:
             results = self._runner.run(sequences)
             for sequence, result in zip(sequences, results, strict=True):
+                self._note_drafts(sequence, result)
                 output = self._accept(sequence.request, result)
                 if output is not None:
                     outputs.append(output)
+        self._speculation.log()
         return StepResult(tuple(outputs), self._stats())
+
+    def _note_drafts(self, sequence: ScheduledSequence, result: RunnerOutput) -> None:
+        """The KV of accepted drafts is there already; count them, and keep the next ones."""
+        accepted = max(len(result.tokens) - 1, 0)
+        sequence.request.computed += accepted
+        sequence.request.drafts = result.drafts
+        self._speculation.note(len(sequence.drafts), accepted)
 
     def _accept(self, request: Request, result: RunnerOutput) -> CoreOutput | None:
         """Add what a step gave to the request; None while it has no new token to show."""
@@ -129,6 +140,7 @@ class EngineCore:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
+            speculation=self._speculation.counts,
         )
 
     def _check(self, source: CoreRequest) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from requant.kernels.attention_batch import AttentionBatch
 
-Forward = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
+Forward = Callable[[Tensor, Tensor | None, Tensor, AttentionBatch], Tensor]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -29,9 +29,12 @@ class _StaticInput:
     input_ids: Tensor
     positions: Tensor
     batch: AttentionBatch
+    states: Tensor | None
 
     @classmethod
-    def allocate(cls, size: int, max_pages: int, max_context: int, device: torch.device) -> "_StaticInput":
+    def allocate(
+        cls, size: int, max_pages: int, max_context: int, device: torch.device, states: Tensor | None
+    ) -> "_StaticInput":
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -46,33 +49,42 @@ class _StaticInput:
                 max_query=1,
                 max_context=max_context,
             ),
+            states,
         )
 
-    def first(self, size: int) -> tuple[Tensor, Tensor, AttentionBatch]:
+    def first(self, size: int) -> tuple[Tensor, Tensor | None, Tensor, AttentionBatch]:
         b = self.batch
         batch = AttentionBatch(
             b.query_start[: size + 1], b.context_lens[:size], b.block_tables[:size], b.slots[:size], 1, b.max_context
         )
-        return self.input_ids[:size], self.positions[:size], batch
+        states = None if self.states is None else self.states[:size]
+        return self.input_ids[:size], states, self.positions[:size], batch
 
 
 class DecodeGraphs:
     """The captured graphs, sharing one memory pool.
 
     Args:
-        forward: (input_ids [T], positions [T], batch) → hidden [T, H].
+        forward: (input_ids [T], states [T, H] or None, positions [T], batch) → hidden [T, H].
         sizes: Batch sizes to capture, ascending.
         max_context: Longest context that a replay can have, in tokens.
         block_size: Tokens in a page.
         device: A CUDA device.
+        states: For a forward that takes hidden states: where they lie, [largest size, H].
     """
 
     def __init__(
-        self, forward: Forward, sizes: list[int], max_context: int, block_size: int, device: torch.device
+        self,
+        forward: Forward,
+        sizes: list[int],
+        max_context: int,
+        block_size: int,
+        device: torch.device,
+        states: Tensor | None = None,
     ) -> None:
         self._sizes = sizes
         max_pages = -(-max_context // block_size)
-        self._static = _StaticInput.allocate(sizes[-1], max_pages, max_context, device)
+        self._static = _StaticInput.allocate(sizes[-1], max_pages, max_context, device, states)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(sizes):
@@ -89,13 +101,17 @@ class DecodeGraphs:
         """Whether a batch is a pure decode step within the captured sizes."""
         return batch.max_query == 1 and batch.context_lens.numel() <= self._sizes[-1]
 
-    def replay(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def replay(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, states: Tensor | None = None
+    ) -> Tensor:
         """Run a decode batch of B sequences; the result [B, H] is valid until the next replay."""
         count = input_ids.numel()
         size = next(s for s in self._sizes if s >= count)
         static = self._static
         static.input_ids[:count].copy_(input_ids)
         static.positions[:count].copy_(positions)
+        if static.states is not None and states is not None:
+            static.states[:count].copy_(states)
         static.batch.context_lens[:count].copy_(batch.context_lens)
         static.batch.block_tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables)
         static.batch.slots[:count].copy_(batch.slots)

@@ -73,6 +73,23 @@ class CoreOutput:
 
 
 @dataclass(frozen=True)
+class SpeculationCounts:
+    """What has been drafted so far.
+
+    Attributes:
+        drafts: How often a sequence's drafts were checked.
+        tokens: Tokens in them.
+        accepted: Those that were accepted.
+        by_position: Those at the first place of drafts, at the second, and so on; empty without speculative decoding.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    by_position: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class CoreStats:
     """Gauges and counters of the engine core, sent along with outputs, for /metrics and the log.
 
@@ -85,6 +102,7 @@ class CoreStats:
         prefix_queries: Total prompt tokens looked up in the prefix cache.
         prefix_hits: Total prompt tokens found there.
         preemptions: Total times a running sequence lost its blocks to an older one.
+        speculation: Totals of speculative decoding.
     """
 
     running: int = 0
@@ -95,6 +113,7 @@ class CoreStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    speculation: SpeculationCounts = SpeculationCounts()
 
 
 @dataclass(frozen=True)

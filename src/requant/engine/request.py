@@ -25,6 +25,7 @@ class Request:
         eos_token_ids: Tokens that end the sequence unless ``params.ignore_eos``.
         max_length: Number of tokens, prompt included, at which generation ends.
         computed: Leading tokens whose KV is stored, or will be by the steps already scheduled.
+        drafts: Guesses at the tokens behind the known ones.
         blocks: Block numbers of the KV, in order.
         keys: Prefix-cache keys of the leading full blocks, as far as they were needed.
         published: Leading blocks that were made findable (or were found) in the prefix cache.
@@ -49,6 +50,7 @@ class Request:
         wanted = context if source.params.max_tokens is None else len(source.prompt) + source.params.max_tokens
         self.max_length = min(wanted, context)
         self.computed = 0
+        self.drafts: tuple[int, ...] = ()
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
         self.published = 0

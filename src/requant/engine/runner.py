@@ -1,6 +1,7 @@
 """Runs the model on a step's sequences: inputs, forward (eager or as a CUDA graph), logits, sampling."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 
 from requant.engine.batch import ModelInput, Step, dummy_input, make_step, to_device
+from requant.engine.drafting import Drafter, DraftStep, accepted, make_draft_step
 from requant.engine.graphs import DecodeGraphs, graph_sizes
 from requant.engine.messages import CoreRequest, TokenLogprobs
 from requant.engine.request import Request
 from requant.engine.runner_protocol import RunnerOutput, ScheduledSequence
-from requant.engine.sampler import Sampler, logprob_slices, sliced_logprobs
+from requant.engine.sampler import Sampler, logprob_slices, sampling_rows, sliced_logprobs
 from requant.engine.sampling_params import SamplingParams
+from requant.kernels.attention_batch import AttentionBatch
 from requant.models.base import CausalLM
 
 
@@ -27,6 +30,7 @@ class ModelRunner:
         block_size: Tokens in a page of the KV cache.
         seed: For requests without a seed of their own.
         announce: Where ranks share the model: tells the others of each step, which they then :meth:`follow`.
+        drafts: Most tokens that a sequence drafts; 0 unless the model drafts.
     """
 
     def __init__(
@@ -36,7 +40,8 @@ class ModelRunner:
         dtype: torch.dtype,
         block_size: int,
         seed: int = 0,
-        announce: Callable[[Step], None] = lambda step: None,
+        announce: Callable[[object], None] = lambda step: None,
+        drafts: int = 0,
     ) -> None:
         self.model = model
         self.device = device
@@ -47,6 +52,9 @@ class ModelRunner:
         self._announce = announce
         self._graphs: DecodeGraphs | None = None
         self._sampler = Sampler(device, seed)
+        self._drafts = drafts
+        self._drafter = Drafter(model, device, block_size) if drafts else None
+        self._last: tuple[ModelInput, Tensor] | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -70,7 +78,9 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         step = dummy_input(1, max_tokens, self.device)
         hidden = self._forward(step)
-        count = min(max_seqs, max_tokens)
+        if self._drafter:
+            self._drafter.forward(step.input_ids, hidden, step.positions, step.attention)
+        count = min(max_seqs * (1 + self._drafts), max_tokens)
         logits = self.model.compute_logits(hidden[torch.zeros(count, dtype=torch.int64, device=self.device)])
         costly = SamplingParams(top_p=0.5, max_tokens=None)  # sorts the vocabulary
         request = Request(CoreRequest("profile", (0,), costly), context=max_tokens)
@@ -83,31 +93,70 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, max_seqs: int, max_context: int) -> None:
-        """Capture the decode step as CUDA graphs. GPU only."""
-        self._graphs = DecodeGraphs(self.model, graph_sizes(max_seqs), max_context, self.block_size, self.device)
+        """Capture the decode step, and that of the layer that drafts, as CUDA graphs. GPU only."""
+        sizes = graph_sizes(max_seqs * (1 + self._drafts))
+
+        def forward(ids: Tensor, states: Tensor | None, positions: Tensor, batch: AttentionBatch) -> Tensor:
+            return self.model(ids, positions, batch)
+
+        self._graphs = DecodeGraphs(forward, sizes, max_context, self.block_size, self.device)
+        if self._drafter:
+            self._drafter.capture(sizes, max_context, self.dtype)
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[ScheduledSequence]) -> list[RunnerOutput]:
         """One step; see :class:`requant.engine.runner_protocol.Runner`."""
         step = make_step(sequences, self.block_size)
         self._announce(step)
-        hidden = self._forward(to_device(step, self.device))
+        inputs = to_device(step, self.device)
+        hidden = self._forward(inputs)
         prompt = [self._prompt_logprobs(s, hidden, rows) for s, rows in zip(sequences, step.prompt_rows, strict=True)]
-        sampling = [i for i, s in enumerate(sequences) if s.samples]
         outputs = [RunnerOutput(prompt_logprobs=p) for p in prompt]
+        sampling = [i for i, s in enumerate(sequences) if s.samples]
         if sampling:
-            logits = self._sampled_logits(step, hidden)
-            requests = [sequences[i].request for i in sampling]
-            tokens = self._sampler.sample(logits, requests)
-            entries = self._sampler.logprobs(logits, tokens, requests)
-            for i, token, entry in zip(sampling, tokens.tolist(), entries, strict=True):
-                outputs[i] = RunnerOutput((token,), (entry,) if entry else (), prompt[i])
+            sampled = self._sample(self._sampled_logits(step, hidden), [sequences[i] for i in sampling])
+            for i, (tokens, entries) in zip(sampling, sampled, strict=True):
+                outputs[i] = replace(outputs[i], tokens=tokens, logprobs=entries)
+        return self._with_drafts(sequences, outputs, inputs, hidden) if self._drafter else outputs
+
+    def _sample(
+        self, logits: Tensor, sequences: Sequence[ScheduledSequence]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]:
+        """What each sequence has got: its new tokens, and their log-probabilities if they are wanted."""
+        rows = [row for sequence in sequences for row in sampling_rows(sequence)]
+        tokens = self._sampler.sample(logits, rows)
+        entries = self._sampler.logprobs(logits, tokens, rows)
+        first, values = 0, tokens.tolist()
+        for sequence in sequences:
+            end = first + 1 + len(sequence.drafts)
+            new = accepted(values[first:end], sequence.drafts)
+            yield new, tuple(entry for entry in entries[first : first + len(new)] if entry)
+            first = end
+
+    def _with_drafts(
+        self, sequences: Sequence[ScheduledSequence], outputs: list[RunnerOutput], inputs: ModelInput, hidden: Tensor
+    ) -> list[RunnerOutput]:
+        """The outputs of a step, with what is expected to come behind them."""
+        assert self._drafter is not None
+        step, drafting = make_draft_step(sequences, [out.tokens for out in outputs], self.block_size, self._drafts)
+        self._announce(step)
+        drafts = self._drafter.draft(inputs, hidden, step)
+        if drafts is not None:
+            for index, count, tokens in zip(drafting, step.counts.tolist(), drafts.tolist(), strict=True):
+                outputs[index] = replace(outputs[index], drafts=tuple(tokens[:count]))
         return outputs
 
     @torch.inference_mode()
-    def follow(self, step: Step) -> None:
+    def follow(self, step: Step | DraftStep) -> None:
         """Compute what another rank's :meth:`run` announced, as far as all ranks do: everything but the sampling."""
-        hidden = self._forward(to_device(step, self.device))
+        if isinstance(step, DraftStep):
+            assert self._drafter is not None
+            assert self._last is not None
+            self._drafter.draft(*self._last, step)
+            return
+        inputs = to_device(step, self.device)
+        hidden = self._forward(inputs)
+        self._last = inputs, hidden
         for rows in step.prompt_rows:
             for first, end in logprob_slices(len(rows)):
                 self.model.compute_logits(hidden[rows.start + first : rows.start + end])

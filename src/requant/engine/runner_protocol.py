@@ -25,6 +25,8 @@ class ScheduledSequence:
         prompt_positions: Positions within ``start:stop`` (maybe none) whose logits are wanted for the
             log-probability of the token after them, ``request.prompt[p + 1]``, with
             ``request.params.prompt_logprobs`` top entries.
+        drafts: Guesses at the tokens behind, computed along with the known ones, to be accepted or rejected; only of
+            a sequence that samples.
     """
 
     request: Request
@@ -32,11 +34,22 @@ class ScheduledSequence:
     count: int
     samples: bool = True
     prompt_positions: range = range(0)
+    drafts: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
-        """Position after the last token; also the length of the sequence this step attends to."""
+        """Position after the last known token."""
         return self.start + self.count
+
+    @property
+    def length(self) -> int:
+        """How many tokens are computed, drafts included."""
+        return self.count + len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that are computed."""
+        return [*self.request.tokens[self.start : self.stop], *self.drafts]
 
 
 @dataclass(frozen=True)
@@ -44,14 +57,17 @@ class RunnerOutput:
     """What a step gave for one scheduled sequence.
 
     Attributes:
-        tokens: Sampled tokens in order; none if the sequence doesn't sample in this step.
+        tokens: New tokens in order: none if the sequence doesn't sample in this step, else the drafts that are accepted
+            and one more.
         logprobs: One for each of ``tokens`` if ``request.params.logprobs`` is not None, else none.
         prompt_logprobs: One for each of ``prompt_positions``, in order.
+        drafts: What is expected to come behind ``tokens``.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 class Runner(Protocol):

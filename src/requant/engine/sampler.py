@@ -5,6 +5,7 @@ Whatever no row of a step asks for costs nothing: parameters become tensors only
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from requant.engine.messages import TokenLogprobs
+from requant.engine.runner_protocol import ScheduledSequence
 from requant.engine.sampling_math import (
     SHORT_TOP_K,
     filter_threshold,
@@ -56,6 +58,37 @@ class SamplingRow(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _BehindDrafts:
+    """A row behind some drafts, as if they had been accepted."""
+
+    request: SamplingRow
+    drafts: tuple[int, ...]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.request.prompt
+
+    @property
+    def output(self) -> Sequence[int]:
+        return [*self.request.output, *self.drafts]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.request.eos_token_ids
+
+
+def sampling_rows(sequence: ScheduledSequence) -> list[SamplingRow]:
+    """The rows of a sequence that samples: behind its last known token, and behind each of its drafts."""
+    drafts = sequence.drafts
+    behind = (_BehindDrafts(sequence.request, drafts[: count + 1]) for count in range(len(drafts)))
+    return [sequence.request, *behind]
+
+
 def is_greedy(params: SamplingParams) -> bool:
     """Whether the most likely token is taken, without a random choice."""
     return params.temperature < GREEDY_BELOW
@@ -66,7 +99,7 @@ def _is_penalized(params: SamplingParams) -> bool:
 
 
 def _must_go_on(row: SamplingRow) -> bool:
-    return len(row.output) < row.params.min_tokens
+    return row.params.min_tokens > 0 and len(row.output) < row.params.min_tokens
 
 
 def _is_edited(row: SamplingRow) -> bool:

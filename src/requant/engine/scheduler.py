@@ -27,6 +27,7 @@ class SchedulerConfig:
         block_size: Tokens in a KV block.
         num_blocks: KV blocks.
         enable_prefix_caching: Reuse the KV of equal prefixes.
+        drafts: Most tokens that a sequence drafts; pages for them are taken where some are free.
 
     Raises:
         ConfigError: A limit is not a positive number, or the limits contradict each other.
@@ -38,6 +39,7 @@ class SchedulerConfig:
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool = True
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         """Check the limits."""
@@ -118,12 +120,17 @@ class Scheduler:
         while budget and len(sequences) < len(self._running):
             request = self._running[len(sequences)]
             count = min(request.uncomputed, budget)
+            # Drafts take what the sequences behind leave of the budget, and never a page from any of them.
+            spare = min(budget - count, budget - len(self._running) + len(sequences))
+            drafts = request.drafts[: max(spare, 0)] if count == request.uncomputed else ()
             if self._grow(request, request.computed + count):
-                sequences.append(self._take(request, count))
-                budget -= count
+                drafts = self._grow_for_drafts(request, request.computed + count, drafts)
+                sequences.append(self._take(request, count, drafts))
+                budget -= count + len(drafts)
         while budget and self._waiting and self._admit_next():
             request = self._running[-1]
             count = min(request.uncomputed, budget)
+            self._grow_for_drafts(request, request.computed + count, ())
             sequences.append(self._take(request, count))
             budget -= count
         return ScheduledStep(tuple(sequences))
@@ -163,7 +170,7 @@ class Scheduler:
         self._extend_keys(request, full)
         return self.pool.find(request.keys[:full])
 
-    def _take(self, request: Request, count: int) -> ScheduledSequence:
+    def _take(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> ScheduledSequence:
         start, stop = request.computed, request.computed + count
         request.computed = stop
         self._publish(request)
@@ -173,6 +180,7 @@ class Scheduler:
             count,
             samples=stop == len(request.tokens),
             prompt_positions=request.prompt_logprob_positions(start, stop),
+            drafts=drafts,
         )
 
     def _publish(self, request: Request) -> None:
@@ -202,6 +210,20 @@ class Scheduler:
         request.blocks += self.pool.allocate(max(missing, 0))
         return True
 
+    def _grow_for_drafts(self, request: Request, known: int, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Give a running request blocks for drafts and what may be drafted behind them, as far as free ones reach.
+
+        Returns:
+            The drafts that there is room for.
+        """
+        if not self.config.drafts:
+            return ()
+        # The newest token and all drafts behind it but the last have keys and values of the layer that drafts.
+        wanted = min(known + len(drafts) + self.config.drafts, request.max_length)
+        missing = max(self._blocks_for(wanted) - len(request.blocks), 0)
+        request.blocks += self.pool.allocate(min(missing, max(self.pool.num_free - len(self._running), 0)))
+        return drafts[: len(request.blocks) * self.config.block_size - known]
+
     def _preempt(self, request: Request) -> None:
         self._release(request)
         request.status = RequestStatus.WAITING
@@ -213,6 +235,7 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.blocks = []
         request.computed = 0
+        request.drafts = ()
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.config.block_size)

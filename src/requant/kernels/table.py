@@ -43,6 +43,16 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     which already hold this step's keys and values → [T, Hq, Dv]. ``v_cache`` may be the first Dv features of
     ``k_cache`` (a view of the same memory): multi-head latent attention. No format: looked up as ``"*"``.
 
+``rms_norm(x, weight, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]``
+    Root-mean-square norm of x + ``residual``, and the sum itself. Looked up as ``"*"``, as the following two are.
+
+``heads(qkv, num_heads, norms, eps, rope, k_cache, v_cache, slots) -> Tensor``
+    Normalize and rotate the heads of a layer's projection, store keys and values, and return the queries; see
+    :func:`requant.kernels.rotary_reference.heads`.
+
+``route(logits: Tensor, correction_bias: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]``
+    Which experts each token goes to, and with which weights; see :func:`requant.kernels.routing_reference.route`.
+
 ``kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None``
     Put keys [T, Hk, D] and values [T, Hk, Dv] into the paged caches at ``slots`` (-1: nowhere); both caches may be
     views of the last dimension of one tensor. No format: looked up as ``"*"``.
@@ -81,6 +91,12 @@ _ROWS: dict[tuple[str, str, str], str] = {
     ("dense", "*", "cpu"): "requant.kernels.dense:dense",
     ("dense_heads", "*", "*"): "requant.kernels.dense:dense_heads_batched",
     ("dense_heads", "*", "cpu"): "requant.kernels.dense:dense_heads",
+    ("rms_norm", "*", "*"): "requant.kernels.norm_reference:rms_norm",
+    ("rms_norm", "*", "cuda"): "requant.kernels.triton.norm:rms_norm",
+    ("heads", "*", "*"): "requant.kernels.rotary_reference:heads",
+    ("heads", "*", "cuda"): "requant.kernels.triton.rotary:heads",
+    ("route", "*", "*"): "requant.kernels.routing_reference:route",
+    ("route", "*", "cuda"): "requant.kernels.triton.routing:route",
     ("kv_write", "*", "*"): "requant.kernels.attention_reference:kv_write",
     ("kv_write", "*", "cuda"): "requant.kernels.triton.kv_write:kv_write",
     ("attention", "*", "*"): "requant.kernels.attention_reference:attention",

@@ -76,11 +76,39 @@ class Attention(CachedAttention):
         Returns:
             [T, Hq · D].
         """
+        k_cache, v_cache = self._caches()
+        lookup("kv_write", "*", q.device.type)(k, v, k_cache, v_cache, batch.slots)
+        return self._attend(q, k_cache, v_cache, batch)
+
+    def from_projection(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rope: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """As :meth:`forward`, of what the layer's projection gave: queries, keys and values, [T, Hq + 2 Hk, D].
+
+        Args:
+            qkv: The heads, neither normalized nor rotated yet.
+            norms: Weights [D] of the norms of queries and of keys; None: there are none.
+            eps: Of the norms.
+            rope: (cos, sin) of the positions.
+            batch: As for :meth:`forward`.
+        """
+        k_cache, v_cache = self._caches()
+        prepare = lookup("heads", "*", qkv.device.type)
+        q = prepare(qkv, self.num_heads, norms, eps, rope, k_cache, v_cache, batch.slots)
+        return self._attend(q, k_cache, v_cache, batch)
+
+    def _caches(self) -> tuple[Tensor, Tensor]:
         assert self.kv_cache is not None, "no kv_cache is bound"
-        k_cache, v_cache = self.kv_cache.unbind(0)
-        device = q.device.type
-        lookup("kv_write", "*", device)(k, v, k_cache, v_cache, batch.slots)
-        attend = lookup("attention", "*", device)
+        keys, values = self.kv_cache.unbind(0)
+        return keys, values
+
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> Tensor:
+        attend = lookup("attention", "*", q.device.type)
         return attend(q, k_cache, v_cache, batch, self.scale, self.sliding_window).flatten(1)
 
 

@@ -3,9 +3,9 @@
 from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from requant.kernels.table import lookup
 from requant.layers.base import PlainLayer, empty_parameter
 from requant.parallel import Placement
 
@@ -43,10 +43,5 @@ class RMSNorm(PlainLayer):
         Returns:
             ``norm(x)``, or ``(norm(x + residual), x + residual)``.
         """
-        if residual is None:
-            return self._norm(x)
-        total = x + residual
-        return self._norm(total), total
-
-    def _norm(self, x: Tensor) -> Tensor:
-        return self.weight * F.rms_norm(x.float(), (self.size,), eps=self.eps).to(x.dtype)
+        y, total = lookup("rms_norm", "*", x.device.type)(x, self.weight, self.eps, residual)
+        return y if residual is None else (y, total)

@@ -71,31 +71,3 @@ def _frequencies(config: object, parameters: dict, rope_type: str, head_dim: int
     longest = config.max_position_embeddings  # type: ignore[attr-defined]
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=longest)
     return inv_freq.float(), float(scaling)
-
-
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every head of x [T, heads, R], whose features 2i and 2i + 1 belong together.
-
-    The result has all first features before all second ones, which a score does not see as long as queries and keys
-    both come from here.
-
-    Args:
-        x: Queries or keys.
-        cos: [T, 1, R/2] in x's dtype.
-        sin: Likewise.
-    """
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first R features of every head of x [T, heads, D]; the others pass.
-
-    Args:
-        x: Queries or keys.
-        cos: [T, 1, R/2] in x's dtype.
-        sin: Likewise.
-    """
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -51,5 +51,5 @@ class Router(Linear):
             self.e_score_correction_bias = empty_parameter((self.out_features,), torch.float32, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """X [T, H] in the model's dtype → float32 logits [T, E]."""
-        return super().forward(x.to(self._dtype)).float()
+        """X [T, H] in the model's dtype → logits [T, E] in the dtype that the router computes in."""
+        return super().forward(x.to(self._dtype))

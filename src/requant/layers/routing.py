@@ -1,17 +1,14 @@
 """Which experts a token goes to, and with which weights, from the router's logits.
 
-Everything has static shapes and never waits for the device. Logits that are not finite, of a sequence that overflowed,
-still give experts that exist.
-
 Legend: T tokens, E experts, k experts a token, G groups of E / G experts.
 """
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from requant.errors import ModelError
+from requant.kernels.table import lookup
 
 
 @dataclass(frozen=True)
@@ -59,28 +56,11 @@ class Routing:
         """Choose.
 
         Args:
-            logits: float32 [T, E].
+            logits: [T, E], floating point.
             correction_bias: float32 [E], added to the scores for the choice alone (DeepSeek-V3,
                 https://arxiv.org/abs/2412.19437, §2.1.2).
 
         Returns:
             Experts int64 [T, k], and their weights float32 [T, k].
         """
-        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
-        choice = scores if correction_bias is None else scores + correction_bias
-        if self.groups > self.top_groups:
-            choice = choice.masked_fill(~self._allowed(choice), float("-inf"))
-        experts = choice.topk(self.top_k, dim=-1).indices
-        weights = scores.gather(-1, experts)
-        if self.renormalize:
-            # The tiny summand keeps 0 / 0 away where every sigmoid has underflowed.
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return experts, weights * self.scaling
-
-    def _allowed(self, choice: Tensor) -> Tensor:
-        """Whether an expert's group is one of the best, bool [T, E]."""
-        grouped = choice.unflatten(-1, (self.groups, -1))
-        best = grouped.topk(self.group_score, dim=-1).values.sum(-1)
-        chosen = torch.zeros_like(best, dtype=torch.bool)
-        chosen.scatter_(-1, best.topk(self.top_groups, dim=-1).indices, True)
-        return chosen[..., None].expand_as(grouped).flatten(-2)
+        return lookup("route", "*", logits.device.type)(logits, correction_bias, self)

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that the model has no use for: known ones are passed over, any other is an error."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from requant.errors import CheckpointError
 from requant.loading.headers import Checkpoint
@@ -12,7 +12,9 @@ _LAYER = re.compile(r"^(.*?\blayers)\.(\d+)\.")
 _SHOWN = 3
 
 
-def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool, not_loaded: Iterable[str] = ()) -> list[str]:
+def check_leftovers(
+    checkpoint: Checkpoint, used: set[str], tied: bool, not_loaded: Iterable[str] = (), copies: Container[str] = ()
+) -> list[str]:
     """Account for the tensors that fill no parameter.
 
     Args:
@@ -20,6 +22,7 @@ def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool, not_load
         used: Names of the tensors that do.
         tied: The output head shares the embedding, so that an ``lm_head.weight`` is a copy of it.
         not_loaded: Layers that the model does not run, whose loss is reported elsewhere.
+        copies: Tensors that are copies of others.
 
     Returns:
         Warnings: tensors of layers behind the model's last one.
@@ -32,7 +35,7 @@ def check_leftovers(checkpoint: Checkpoint, used: set[str], tied: bool, not_load
     unknown: list[str] = []
     beyond: list[str] = []
     for name in checkpoint.tensors:
-        if name in used or _BUFFERS.search(name) or (tied and name == "lm_head.weight"):
+        if name in used or name in copies or _BUFFERS.search(name) or (tied and name == "lm_head.weight"):
             continue
         layer = _LAYER.match(name)
         if layer and layer[0] in known:

@@ -4,7 +4,7 @@ Every error about names, shapes and formats comes from here, before a weight is 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ def make_plan(
     dtype: torch.dtype,
     device: torch.device,
     not_loaded: Sequence[LayerNames] = (),
+    copies: Container[str] = (),
     ranks: Ranks = ALONE,
     run_bytes: int = RUN_BYTES,
     cached: CachedParts | None = None,
@@ -59,6 +60,7 @@ def make_plan(
         dtype: Of activations and of parameters that are not quantized.
         device: Where the model will run.
         not_loaded: Layers that a recipe could reach and the model does not run, where the checkpoint has them.
+        copies: Tensors of the checkpoint that are not read, being copies of others.
         ranks: The one that the model was made for.
         run_bytes: Of a rank's columns, rows with fewer bytes than this in each are read whole and cut on the device.
         cached: Matrices that have been quantized before: those that are there are read instead of the checkpoint's.
@@ -87,6 +89,7 @@ def make_plan(
         sources.used,
         tied=any(module.tied for module in reachable.values()),
         not_loaded=[names.module for names in absent],
+        copies=copies,
     )
     return Plan(
         model=name,

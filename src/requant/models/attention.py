@@ -11,7 +11,6 @@ from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.attention import Attention
 from requant.layers.linear import qkv_linear
 from requant.layers.norm import RMSNorm
-from requant.layers.rotary import rotate
 from requant.layers.row_linear import RowLinear
 from requant.parallel import ALONE, Ranks
 from requant.parallel.split import grouped_split, spread
@@ -58,6 +57,7 @@ class SelfAttention(nn.Module):
         columns = [spread(query_heads, self.head_dim) for _, query_heads in shares]
         self.o_proj = RowLinear(f"{name}.o_proj", heads * self.head_dim, hidden, ranks, columns, output_bias)
         self.q_norm = self.k_norm = None
+        self._eps = config.rms_norm_eps
         if qk_norm:
             self.q_norm = RMSNorm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps)
@@ -66,10 +66,8 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
         """Hidden states [T, H] → [T, H]; ``rope`` is (cos, sin) of the positions."""
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(self.attn(rotate(q, *rope), rotate(k, *rope), v, batch))
+        norms = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
+        return self.o_proj(self.attn.from_projection(qkv, norms, self._eps, rope, batch))
 
 
 def head_shares(num_heads: int, num_kv_heads: int, ranks: Ranks) -> list[tuple[range, range]]:

@@ -23,9 +23,13 @@ class CausalLM(nn.Module):
         config: The transformers configuration it was made from.
         ranks: The one among all that this model has the share of.
         not_loaded: Layers of its checkpoints that a recipe could reach, and that are not run.
+        copies: Names of checkpoint tensors that are not read, being copies of others.
+        draft_layer: Name of its MTP layer, which drafts tokens (:meth:`draft`); None: it has none.
     """
 
     not_loaded: tuple[LayerNames, ...] = ()
+    copies: tuple[str, ...] = ()
+    draft_layer: str | None = None
 
     def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -48,6 +52,24 @@ class CausalLM(nn.Module):
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, H] of the tokens that matter → float32 logits [S, V]."""
+
+    def draft(self, following: Tensor, hidden: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """What predicts the tokens after next, by the MTP layer; only of a model that has one.
+
+        Args:
+            following: Integers [T], for each token the one behind it.
+            hidden: [T, H], what :meth:`forward` gave for the tokens; or what this method gave, to draft further.
+            positions: Integers [T], of the tokens.
+            batch: As for :meth:`forward`: the layer has a KV cache of its own, addressed in the same way.
+
+        Returns:
+            [T, H], for :meth:`draft_logits`.
+        """
+        raise NotImplementedError
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """What :meth:`draft` gave, [S, H] → float32 logits [S, V] of the token after next."""
+        raise NotImplementedError
 
     def quantizable(self) -> Iterator[QuantizableLayer]:
         """The layers that a recipe can reach, in the model's order."""

@@ -61,7 +61,11 @@ MakeLayer = Callable[[str, int], DecoderLayer]
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers and final norm: everything but the head."""
+    """Embedding, layers and final norm: everything but the head.
+
+    Attributes:
+        depth: How many of the layers a token runs through; one that drafts tokens may stand behind them.
+    """
 
     def __init__(
         self,
@@ -74,14 +78,15 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(f"{name}.embed_tokens", config.vocab_size, config.hidden_size, ranks)
         self.rotary_emb = rotary_emb
-        self.layers = nn.ModuleList(make_layer(f"{name}.layers.{i}", i) for i in range(config.num_hidden_layers))
+        self.depth = int(config.num_hidden_layers)
+        self.layers = nn.ModuleList(make_layer(f"{name}.layers.{i}", i) for i in range(self.depth))
         self.norm = RMSNorm(f"{name}.norm", config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """See :meth:`CausalLM.forward`."""
         hidden, residual = self.embed_tokens(input_ids), None
         rope = self.rotary_emb(positions, hidden.dtype)
-        for layer in self.layers:
+        for layer in self.layers[: self.depth]:
             hidden, residual = layer(hidden, residual, rope, batch)
         return self.norm(hidden, residual)[0]
 

@@ -1,13 +1,10 @@
 """DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and DeepSeek-V3 with R1 (https://arxiv.org/abs/2412.19437)."""
 
-from collections.abc import Iterator
-from dataclasses import replace
-
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from requant.errors import ModelError
-from requant.layers.base import QuantizableLayer
+from requant.kernels.attention_batch import AttentionBatch
 from requant.layers.experts import Experts
 from requant.layers.router import Router
 from requant.layers.routing import Routing
@@ -15,10 +12,11 @@ from requant.models.decoder import DecoderCausalLM, DecoderLayer, MakeLayer
 from requant.models.mla import LatentSelfAttention
 from requant.models.mlp import Mlp, check_activation
 from requant.models.moe import SparseMlp
+from requant.models.mtp import MtpLayer, names_not_loaded
 from requant.parallel import ALONE, Ranks
-from requant.recipe.layer import LayerNames
 
 _MTP = "an MTP layer, which only speculative decoding uses"
+_MTP_NOT_FIRST = "an MTP layer behind the first, which drafts all tokens"
 
 
 class DeepseekV2ForCausalLM(DecoderCausalLM):
@@ -49,9 +47,17 @@ class DeepseekV3ForCausalLM(DecoderCausalLM):
     """Latent attention; behind the first dense layers a sigmoid for each expert, with a bias on the choice.
 
     Checkpoints have ``num_nextn_predict_layers`` more layers behind the last one, for multi-token prediction.
+
+    Args:
+        config: The transformers configuration.
+        ranks: See :class:`CausalLM`.
+        mtp: Have the first of those layers, to draft tokens with.
+
+    Raises:
+        ModelError: The configuration asks for something that requant does not run, or there is no such layer.
     """
 
-    def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: PreTrainedConfig, ranks: Ranks = ALONE, *, mtp: bool = False) -> None:
         _check("topk_method", getattr(config, "topk_method", "noaux_tc"), "noaux_tc")
         _check("scoring_func", getattr(config, "scoring_func", "sigmoid"), "sigmoid")
         routing = Routing(
@@ -66,7 +72,34 @@ class DeepseekV3ForCausalLM(DecoderCausalLM):
         )
         make_layer = _layers(config, routing, config.rope_interleave, False, correction_bias=True, ranks=ranks)
         super().__init__(config, make_layer, config.qk_rope_head_dim, ranks)
-        self.not_loaded = tuple(_mtp_layers(config, make_layer))
+        first = config.num_hidden_layers
+        names = [f"model.layers.{first + i}" for i in range(getattr(config, "num_nextn_predict_layers", 0) or 0)]
+        if mtp:
+            if not names:
+                raise ModelError("the model has no MTP layer: num_nextn_predict_layers in its config.json is 0")
+            self.draft_layer, self.copies = names[0], (f"{names[0]}.embed_tokens.weight",)
+            self.model.layers.append(MtpLayer(names[0], config, make_layer(names[0], first), self.lm_head, ranks))
+        self.not_loaded = tuple(
+            layer
+            for index, name in enumerate(names)
+            if index or not mtp
+            for layer in names_not_loaded(name, make_layer(name, first + index), _MTP_NOT_FIRST if mtp else _MTP)
+        )
+
+    def draft(self, following: Tensor, hidden: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """See :meth:`CausalLM.draft`."""
+        rope = self.model.rotary_emb(positions, hidden.dtype)
+        return self._mtp_layer.draft(self.model.embed_tokens(following), hidden, rope, batch)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """See :meth:`CausalLM.draft_logits`."""
+        return self._mtp_layer.shared_head.head(hidden).float()
+
+    @property
+    def _mtp_layer(self) -> MtpLayer:
+        layer = self.model.layers[-1]
+        assert isinstance(layer, MtpLayer)
+        return layer
 
 
 def _layers(
@@ -103,19 +136,6 @@ def _layers(
         )
 
     return make_layer
-
-
-def _mtp_layers(config: PreTrainedConfig, make_layer: MakeLayer) -> Iterator[LayerNames]:
-    """What a recipe sees of the layers behind the last one: a decoder layer each, a projection into it and a head."""
-    first = config.num_hidden_layers
-    for index in range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0)):
-        name = f"model.layers.{index}"
-        projection, head = f"{name}.eh_proj", f"{name}.shared_head.head"
-        yield LayerNames(projection, (projection,), protected="MTP eh_proj", not_loaded=_MTP)
-        for module in make_layer(name, index).modules():
-            if isinstance(module, QuantizableLayer):
-                yield replace(module.names, not_loaded=_MTP)
-        yield LayerNames(head, (head,), protected="MTP shared_head.head", not_loaded=_MTP)
 
 
 def _check(field: str, value: object, *accepted: str) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from requant.kernels.attention_batch import AttentionBatch
+from requant.kernels.rotary_reference import rotate, rotate_pairs
 from requant.layers.attention import LatentAttention
 from requant.layers.latent import LatentProjection
 from requant.layers.linear import merged_linear, plain_linear
 from requant.layers.norm import RMSNorm
-from requant.layers.rotary import rotate, rotate_pairs
 from requant.layers.row_linear import RowLinear
 from requant.parallel import ALONE, Ranks
 from requant.parallel.split import spread

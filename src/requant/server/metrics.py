@@ -21,6 +21,13 @@ _COUNTERS = (
     ("requant:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
     ("requant:num_preemptions", "Sequences put back to make room for others.", "preemptions"),
 )
+# (name, what it is, field of SpeculationCounts); only where tokens are drafted
+_DRAFTS = (
+    ("requant:spec_decode_num_drafts", "Times that a sequence's drafts were checked.", "drafts"),
+    ("requant:spec_decode_num_draft_tokens", "Tokens drafted.", "tokens"),
+    ("requant:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted"),
+)
+_DRAFTS_BY_POSITION = "requant:spec_decode_num_accepted_tokens_per_pos"
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -66,6 +73,17 @@ class Metrics:
             yield GaugeMetricFamily(name, help, value=getattr(self._stats, field))
         for name, help, field in _COUNTERS:
             yield CounterMetricFamily(name, help, value=getattr(self._stats, field))
+
+        speculation = self._stats.speculation
+        if speculation.by_position:
+            for name, help, field in _DRAFTS:
+                yield CounterMetricFamily(name, help, value=getattr(speculation, field))
+            places = CounterMetricFamily(
+                _DRAFTS_BY_POSITION, "Drafted tokens that were accepted, by their place.", labels=["position"]
+            )
+            for place, count in enumerate(speculation.by_position):
+                places.add_metric([str(place)], count)
+            yield places
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, help, buckets=buckets, registry=self._registry)
