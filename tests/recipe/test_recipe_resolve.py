@@ -362,3 +362,21 @@ def test_all_parts_of_a_large_model_are_seen(deepseek_r1_mtp):
     patterns = {f"*.experts.*[{d}].{w}_proj": "mxfp4" for d in ("0-4", "5-9") for w in ("gate", "up", "down")}
     result = run({**FIRST, "layer_quant_config": {**patterns, "*shared*": "mxfp4"}}, deepseek_r1_mtp)
     assert Counter(quantized(result).values())["mxfp4"] == 59 * 3
+
+
+def test_a_part_goes_by_its_aliases_too():
+    """Where another library calls the parts otherwise; a pattern need not match the names of both."""
+    aliases = (("layer.attention.query", "layer.attention.key"), ("layer.x", "layer.y"))
+    layer = LayerNames("layer.attn.qk_proj", ("layer.attn.wq", "layer.attn.wk"), aliases=aliases)
+    for pattern in ("*.attention.*", "re:[xy]$", "layer.attention", "*.attn.w?", "layer.attn.qk_proj"):
+        decision = resolve(Recipe(overrides=((pattern, "mxfp4"),)), [layer]).decisions[layer.module]
+        assert decision.format == "mxfp4"
+    with pytest.raises(RecipeError, match="its parts get different targets"):
+        resolve(Recipe(overrides=(("*.query", "mxfp4"),)), [layer])
+    with pytest.raises(RecipeError, match=r"nearest names: layer\.attention\.query"):
+        resolve(Recipe(overrides=(("*.attention.qwery", "mxfp4"),)), [layer])
+
+
+def test_an_alias_is_a_protected_layers_own_name():
+    layer = LayerNames("head", ("head",), protected="lm_head", aliases=(("output.lm_head",),))
+    assert resolve(Recipe(overrides=(("*.lm_head", "mxfp4"),)), [layer]).decisions["head"].format == "mxfp4"

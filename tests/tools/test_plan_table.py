@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from requant.formats import FORMATS
+from requant.formats.storage import Storage
 from requant.loading import LayerPlan, Plan
-from requant.loading.storage import Storage
 from requant.recipe import Decision
 from requant.tools.plan import WIDE, render
 

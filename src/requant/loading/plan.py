@@ -10,9 +10,9 @@ import torch
 from requant.errors import ConfigError
 from requant.formats.base import Format
 from requant.formats.shard import Shard
+from requant.formats.storage import Storage
 from requant.loading.headers import TensorInfo
 from requant.loading.sources import ScalePart
-from requant.loading.storage import Storage
 from requant.loading.units import show_bytes
 from requant.parallel import ALONE, Placement, Ranks
 from requant.recipe.layer import Decision

@@ -14,12 +14,12 @@ from torch import nn
 
 from requant.formats.base import Format
 from requant.formats.shard import Shard, touched
+from requant.formats.storage import Storage, store
 from requant.loading.headers import Checkpoint
 from requant.loading.leftovers import block_of, check_leftovers
 from requant.loading.plan import Conversion, LayerPlan, Plan, ScaleStep, Step
 from requant.loading.protocols import PlainModule, QuantizableModule
 from requant.loading.sources import SourcePart, Sources
-from requant.loading.storage import Storage, store
 from requant.parallel import ALONE, Placement, Ranks
 from requant.recipe import Decision, LayerNames, Recipe, resolve, source_quantization
 

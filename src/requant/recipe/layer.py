@@ -19,6 +19,8 @@ class LayerNames:
         not_loaded: Why this layer is not read from the checkpoint (an MTP layer without speculative
             decoding), else None. Such a layer is still matched, and always kept. Printed behind
             ``not loaded: ``.
+        aliases: Names that the parts have beside those in ``parts``, where another library calls them otherwise:
+            lists as long as ``parts``, each a name for every part. A pattern that matches an alias matches the part.
     """
 
     module: str
@@ -26,6 +28,7 @@ class LayerNames:
     protected: str | None = None
     fixed: str | None = None
     not_loaded: str | None = None
+    aliases: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from itertools import chain
 
 from requant.recipe.layer import LayerNames
 from requant.recipe.patterns import parents, strip_weight
@@ -46,7 +47,7 @@ def nearest_names(text: str, layers: Iterable[LayerNames], count: int = 3) -> li
 def _all_names(layers: Iterable[LayerNames]) -> Iterable[str]:
     names: dict[str, None] = {}
     for layer in layers:
-        for own in (layer.module, *layer.parts):
+        for own in (layer.module, *layer.parts, *chain(*layer.aliases)):
             names[own] = None
             names.update(dict.fromkeys(parents(own)))
     return names

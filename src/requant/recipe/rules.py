@@ -1,6 +1,7 @@
 """The rules of a recipe, in the order in which they are tried."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 from requant.recipe.layer import LayerNames
 from requant.recipe.patterns import Pattern, last_component
@@ -37,8 +38,13 @@ class Rule:
         return self.field == OVERRIDES_FIELD
 
     def hits(self, layer: LayerNames) -> list[bool]:
-        """Which parts of ``layer`` the rule matches."""
-        return self.pattern.hits(layer.module, layer.parts) if self.pattern else [True] * len(layer.parts)
+        """Which parts of ``layer`` the rule matches, by any of their names."""
+        if self.pattern is None:
+            return [True] * len(layer.parts)
+        hits = self.pattern.hits(layer.module, layer.parts)
+        for names in layer.aliases:
+            hits = [a or b for a, b in zip(hits, self.pattern.hits(layer.module, names), strict=True)]
+        return hits
 
     def reaches(self, layer: LayerNames) -> bool:
         """Whether the rule has a say on ``layer`` where it matches.
@@ -48,7 +54,7 @@ class Rule:
         """
         if layer.protected is None or self.format is None:
             return True
-        own = {last_component(name) for name in (layer.module, *layer.parts)}
+        own = {last_component(name) for name in (layer.module, *layer.parts, *chain(*layer.aliases))}
         return self.pattern is not None and self.pattern.last_component in own
 
 

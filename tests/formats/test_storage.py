@@ -2,7 +2,7 @@ import pytest
 
 from requant.errors import CheckpointError
 from requant.formats import FORMATS
-from requant.loading.storage import store
+from requant.formats.storage import store
 from requant.recipe import Decision
 
 BLOCK, PTPC, MXFP4 = FORMATS["per_block_fp8"], FORMATS["ptpc_fp8"], FORMATS["mxfp4"]
