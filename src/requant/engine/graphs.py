@@ -6,12 +6,14 @@ the next captured size: padded rows have context length 0 and write their key an
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from requant.kernels.attention_batch import AttentionBatch
 
+Replay = Callable[[], object]
 Forward = Callable[[Tensor, Tensor | None, Tensor, AttentionBatch], Tensor]
 
 
@@ -85,17 +87,26 @@ class DecodeGraphs:
         self._sizes = sizes
         max_pages = -(-max_context // block_size)
         self._static = _StaticInput.allocate(sizes[-1], max_pages, max_context, device, states)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, tuple[Replay, Tensor]] = {}
+        capture = self._capturer(device)
         for size in reversed(sizes):
             inputs = self._static.first(size)
             forward(*inputs)  # compiles kernels and fills caches outside the capture
+            self._graphs[size] = capture(partial(forward, *inputs))
+
+    def _capturer(self, device: torch.device) -> Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]:
+        """What captures a computation: how it is run again, and where its result then is."""
+        pool = torch.cuda.graph_pool_handle()
+
+        def capture(compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             # Of this thread only: that of NCCL, which watches over the collectives, may ask the device meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                hidden = forward(*inputs)
-            self._graphs[size] = (graph, hidden)
+                hidden = compute()
+            return graph.replay, hidden
+
+        return capture
 
     def takes(self, batch: AttentionBatch) -> bool:
         """Whether a batch is a pure decode step within the captured sizes."""
@@ -118,6 +129,6 @@ class DecodeGraphs:
         if size > count:
             static.batch.context_lens[count:size].zero_()
             static.batch.slots[count:size].fill_(-1)
-        graph, hidden = self._graphs[size]
-        graph.replay()
+        replay, hidden = self._graphs[size]
+        replay()
         return hidden[:count]
