@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from requant.engine.batch import ModelInput, Step, dummy_input, make_step, to_device
+from requant.engine.batch import ModelInput, Step, dummy_input, make_step, moved, to_device
 from requant.engine.drafting import Drafter, DraftStep, accepted, make_draft_step
 from requant.engine.graphs import DecodeGraphs, graph_sizes
 from requant.engine.messages import CoreRequest, TokenLogprobs
@@ -77,7 +77,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         step = dummy_input(1, max_tokens, self.device)
-        hidden = self._forward(step)
+        hidden = self.model(step.input_ids, step.positions, step.attention)
         if self._drafter:
             self._drafter.forward(step.input_ids, hidden, step.positions, step.attention)
         count = min(max_seqs * (1 + self._drafts), max_tokens)
@@ -108,8 +108,7 @@ class ModelRunner:
         """One step; see :class:`requant.engine.runner_protocol.Runner`."""
         step = make_step(sequences, self.block_size)
         self._announce(step)
-        inputs = to_device(step, self.device)
-        hidden = self._forward(inputs)
+        hidden, inputs = self._forward(step)
         prompt = [self._prompt_logprobs(s, hidden, rows) for s, rows in zip(sequences, step.prompt_rows, strict=True)]
         outputs = [RunnerOutput(prompt_logprobs=p) for p in prompt]
         sampling = [i for i, s in enumerate(sequences) if s.samples]
@@ -154,8 +153,7 @@ class ModelRunner:
             assert self._last is not None
             self._drafter.draft(*self._last, step)
             return
-        inputs = to_device(step, self.device)
-        hidden = self._forward(inputs)
+        hidden, inputs = self._forward(step)
         self._last = inputs, hidden
         for rows in step.prompt_rows:
             for first, end in logprob_slices(len(rows)):
@@ -164,13 +162,16 @@ class ModelRunner:
             self._sampled_logits(step, hidden)
 
     def _sampled_logits(self, step: Step, hidden: Tensor) -> Tensor:
-        rows = torch.from_numpy(step.sampled_rows).to(self.device, non_blocking=True)
-        return self.model.compute_logits(hidden[rows])
+        if len(step.sampled_rows) == len(hidden):  # all of them, in their order
+            return self.model.compute_logits(hidden)
+        return self.model.compute_logits(hidden[moved(step.sampled_rows, torch.int64, self.device)])
 
-    def _forward(self, step: ModelInput) -> Tensor:
-        if self._graphs is not None and self._graphs.takes(step.attention):
-            return self._graphs.replay(step.input_ids, step.positions, step.attention)
-        return self.model(step.input_ids, step.positions, step.attention)
+    def _forward(self, step: Step) -> tuple[Tensor, ModelInput]:
+        """Hidden states of a step, and the step on the device."""
+        if self._graphs is not None and self._graphs.takes_step(step):
+            return self._graphs.run(step)
+        inputs = to_device(step, self.device)
+        return self.model(inputs.input_ids, inputs.positions, inputs.attention), inputs
 
     def _prompt_logprobs(self, sequence: ScheduledSequence, hidden: Tensor, rows: range) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens that this chunk's hidden states predict."""
