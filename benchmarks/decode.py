@@ -3,6 +3,9 @@
     python benchmarks/decode.py --model models/SmolLM2-135M-Instruct-q4_1 --requests 1 4
     python benchmarks/decode.py --model M --recipe none --recipe mxfp4 --requests 1 16 128 --input 1024 --output 256
 
+With --profile a step of every number of requests is also taken apart: kernel by kernel its time, and beside kinds of
+work that read much their bytes and the time that these take at least, at the speed of a device copy in the same run.
+
 Drives the engine core directly, on random token ids, without tokenizer or HTTP. All requests of a row start together;
 TPOT is (last token − the moment when every request has its first token) / (tokens − 1), prefill all prompts' tokens
 over the time until that moment. Prints one table and writes the same as JSON.
@@ -22,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import requant
+from decode_profile import PROFILED_STEPS, Work, by_kind, profile_step, show
 from perplexity import device_name, parse_recipe
 from requant.engine.build import build_core
 from requant.engine.config import EngineConfig
@@ -29,6 +33,9 @@ from requant.engine.core import EngineCore
 from requant.engine.messages import CoreRequest
 from requant.engine.sampling_params import SamplingParams
 from requant.recipe import FORMATS
+
+if torch.cuda.is_available():
+    from gpu import ceilings
 
 Row = dict[str, Any]
 
@@ -48,6 +55,26 @@ def run(core: EngineCore, vocab: int, requests: int, prompt: int, output: int, s
             waiting -= {out.request_id for out in outputs}
             first = time.perf_counter()
     return first - start, time.perf_counter() - first
+
+
+def profiled(core: EngineCore, vocab: int, recipe: str, requests: int, arguments: argparse.Namespace) -> Row:
+    """A decode step of ``requests`` sequences, taken apart and shown."""
+    rng = random.Random(requests)
+    params = SamplingParams(temperature=0.0, max_tokens=arguments.output, ignore_eos=True)
+    for i in range(requests):
+        prompt = tuple(rng.randrange(vocab) for _ in range(arguments.input))
+        core.add_request(CoreRequest(f"profiled-{i}", prompt, params))
+    waiting = {f"profiled-{i}" for i in range(requests)}
+    while waiting:
+        waiting -= {out.request_id for out in core.step().outputs}
+    rows, seconds = profile_step(core.step)
+    work = Work.of(core._runner, requests, arguments.input)
+    kinds = by_kind(rows, work, ceilings()["bytes"] if torch.cuda.is_available() else float("inf"))
+    core.abort([f"profiled-{i}" for i in range(requests)])
+    while core.has_unfinished():
+        core.step()
+    show(f"{recipe}, {requests} requests of {arguments.input} tokens", rows, kinds, seconds, Console(width=120))
+    return {"kernels": rows, "kinds": kinds, "step_seconds": seconds}
 
 
 def measure(arguments: argparse.Namespace, recipe: str) -> list[Row]:
@@ -82,6 +109,8 @@ def measure(arguments: argparse.Namespace, recipe: str) -> list[Row]:
                 "tokens_per_second": requests * (arguments.output - 1) / decode,
             }
         )
+        if arguments.profile:
+            rows[-1]["profile"] = profiled(built.core, built.vocab_size, recipe, requests, arguments)
     del built
     gc.collect()
     if torch.cuda.is_available():
@@ -97,9 +126,12 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=128, help="prompt tokens a request")
     parser.add_argument("--output", type=int, default=64, help="new tokens a request, at least 2")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--profile", action="store_true", help="take a step apart, kernel by kernel")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--output-file", type=Path, default=Path("out/decode.json"))
     arguments = parser.parse_args()
+    if arguments.profile and arguments.output < 2 * PROFILED_STEPS + 8:
+        parser.error(f"--output is {arguments.output}; accepted with --profile: {2 * PROFILED_STEPS + 8} or more")
     arguments.output_file.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for recipe in arguments.recipe or ("none", *FORMATS) for row in measure(arguments, recipe)]
     device = device_name()

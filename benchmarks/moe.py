@@ -13,7 +13,7 @@ the same run. Prints one table and writes the same as JSON.
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import requant
+from gpu import BF16, CACHE_BYTES, ceilings, graph_seconds
 from perplexity import device_name
 from requant.formats import FORMATS, QuantizedStack
 from requant.kernels import lookup
 from requant.kernels.experts import UNQUANTIZED, ExpertWeights
-
-BF16 = torch.bfloat16
-_CACHE_BYTES = 60 << 20
 
 
 def stack(experts: int, parts: tuple[int, ...], k: int, name: str) -> torch.Tensor | QuantizedStack:
@@ -57,23 +55,6 @@ def nbytes(weights: ExpertWeights) -> int:
     return sum(w.nbytes if isinstance(w, torch.Tensor) else w.data.nbytes + w.scale.nbytes for w in both)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Median time of ``run`` on the GPU."""
-    return triton.testing.do_bench(run, return_mode="median") / 1e3
-
-
-def ceilings() -> dict[str, float]:
-    """Bytes a second of a copy (read and written), and operations a second of large BF16 and FP8 products."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    copy = seconds(lambda: target.copy_(source))
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-    dense = seconds(lambda: a @ b.t())
-    fp8, one = [x.to(torch.float8_e4m3fn) for x in (a, b)], torch.ones((), device="cuda")
-    scaled = seconds(lambda: torch._scaled_mm(fp8[0], fp8[1].t(), scale_a=one, scale_b=one, out_dtype=BF16))
-    return {"bytes": 2 * source.nbytes / copy, "bf16": 2 * 8192**3 / dense, "fp8": 2 * 8192**3 / scaled}
-
-
 def make_layers(arguments: argparse.Namespace, name: str) -> list[ExpertWeights]:
     """Layers in one format, as many as it takes that a token's experts of all of them exceed the cache; at most 8."""
 
@@ -84,7 +65,7 @@ def make_layers(arguments: argparse.Namespace, name: str) -> list[ExpertWeights]
 
     first = layer()
     touched = nbytes(first) * min(arguments.choices, arguments.experts) // arguments.experts
-    return [first, *(layer() for _ in range(min(_CACHE_BYTES // touched + 1, 7)))]
+    return [first, *(layer() for _ in range(min(CACHE_BYTES // touched + 1, 7)))]
 
 
 def measure(
@@ -96,14 +77,7 @@ def measure(
     ids = torch.rand(tokens, e, device="cuda").topk(k).indices
     scores = torch.rand(tokens, k, device="cuda")
     forwards = [lookup("experts", name, "cuda")(weights, BF16) for weights in layers]
-    for forward in forwards:
-        forward(x, ids, scores)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for forward in forwards:
-            forward(x, ids, scores)
-    time = seconds(graph.replay) / len(forwards)
+    time = graph_seconds([partial(forward, x, ids, scores) for forward in forwards])
     touched = ids.unique().numel()
     moved = nbytes(layers[0]) * touched / e / ceiling["bytes"]
     fp8 = name != UNQUANTIZED and FORMATS[name].activation is not None

@@ -40,7 +40,7 @@ def _store(acc, y_ptr, bias_ptr, expert, pair, count, offs_n, N, BLOCK_M: tl.con
 
 
 @triton.jit(do_not_specialize=["blocks", "x_scale_stride_k"])
-def _fp8_kernel(
+def _grouped_fp8_kernel(
     x_ptr,
     w_ptr,
     y_ptr,
@@ -94,7 +94,7 @@ def _fp8_kernel(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _mxfp4_kernel(
+def _grouped_mxfp4_kernel(
     x_ptr,
     w_ptr,
     y_ptr,
@@ -137,7 +137,7 @@ def _mxfp4_kernel(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _dense_kernel(
+def _grouped_dense_kernel(
     x_ptr,
     w_ptr,
     y_ptr,
@@ -218,7 +218,7 @@ def grouped_fp8(
     y = torch.empty(pairs, n, dtype=dtype, device=x.device)
     if not fp8_dot:
         x, w = x.view(torch.uint8), w.view(torch.uint8)
-    _fp8_kernel[_grid(blocks, n, tile)](
+    _grouped_fp8_kernel[_grid(blocks, n, tile)](
         x,
         w,
         y,
@@ -259,7 +259,7 @@ def grouped_mxfp4(
     """
     n, k = w.shape[1], x.shape[1]
     y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
-    _mxfp4_kernel[_grid(blocks, n, tile)](
+    _grouped_mxfp4_kernel[_grid(blocks, n, tile)](
         x,
         w,
         y,
@@ -289,7 +289,7 @@ def grouped_dense(x: Tensor, w: Tensor, bias: Tensor | None, blocks: Blocks, pai
     """y[s] = x[s // D] @ w[expert of s]ᵀ + bias, ``w`` [E, N, K] in x's dtype; see :func:`grouped_fp8`."""
     n, k = w.shape[1:]
     y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
-    _dense_kernel[_grid(blocks, n, tile)](
+    _grouped_dense_kernel[_grid(blocks, n, tile)](
         x,
         w,
         y,
