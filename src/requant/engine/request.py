@@ -2,7 +2,11 @@
 
 from enum import Enum
 
+import numpy as np
+
 from requant.engine.messages import CoreRequest, TokenLogprobs
+
+_NOWHERE = range(0)
 
 
 class RequestStatus(Enum):
@@ -52,11 +56,21 @@ class Request:
         self.computed = 0
         self.drafts: tuple[int, ...] = ()
         self.blocks: list[int] = []
+        self._table = np.zeros(0, dtype=np.int32)
+        self._table_of = self.blocks
         self.keys: list[bytes] = []
         self.published = 0
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.status = RequestStatus.WAITING
+
+    @property
+    def table(self) -> np.ndarray:
+        """``blocks`` as an array, int32; made anew only when they have changed."""
+        # Blocks that are given back leave their list behind; those that are added only make it longer.
+        if self._table_of is not self.blocks or len(self._table) != len(self.blocks):
+            self._table, self._table_of = np.array(self.blocks, dtype=np.int32), self.blocks
+        return self._table
 
     @property
     def uncomputed(self) -> int:
@@ -82,5 +96,5 @@ class Request:
     def prompt_logprob_positions(self, start: int, stop: int) -> range:
         """Positions in ``start:stop`` whose logits are wanted for the log-probability of the next prompt token."""
         if self.params.prompt_logprobs is None:
-            return range(0)
+            return _NOWHERE
         return range(max(start, len(self.prompt_logprobs)), min(stop, len(self.prompt) - 1))

@@ -1,6 +1,6 @@
 """Runs the model on a step's sequences: inputs, forward (eager or as a CUDA graph), logits, sampling."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -110,22 +110,34 @@ class ModelRunner:
         self._announce(step)
         hidden, inputs = self._forward(step)
         prompt = [self._prompt_logprobs(s, hidden, rows) for s, rows in zip(sequences, step.prompt_rows, strict=True)]
-        outputs = [RunnerOutput(prompt_logprobs=p) for p in prompt]
-        sampling = [i for i, s in enumerate(sequences) if s.samples]
-        if sampling:
-            sampled = self._sample(self._sampled_logits(step, hidden), [sequences[i] for i in sampling])
-            for i, (tokens, entries) in zip(sampling, sampled, strict=True):
-                outputs[i] = replace(outputs[i], tokens=tokens, logprobs=entries)
+        sampled = iter(self._sample(step, hidden, [s for s in sequences if s.samples]))
+        outputs = [
+            RunnerOutput(*(next(sampled) if s.samples else ((), ())), p) for s, p in zip(sequences, prompt, strict=True)
+        ]
         return self._with_drafts(sequences, outputs, inputs, hidden) if self._drafter else outputs
 
     def _sample(
-        self, logits: Tensor, sequences: Sequence[ScheduledSequence]
-    ) -> Iterator[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]:
+        self, step: Step, hidden: Tensor, sequences: Sequence[ScheduledSequence]
+    ) -> Iterable[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]:
         """What each sequence has got: its new tokens, and their log-probabilities if they are wanted."""
+        if not sequences:
+            return ()
+        logits = self._sampled_logits(step, hidden)
         rows = [row for sequence in sequences for row in sampling_rows(sequence)]
         tokens = self._sampler.sample(logits, rows)
         entries = self._sampler.logprobs(logits, tokens, rows)
-        first, values = 0, tokens.tolist()
+        if len(rows) == len(sequences):  # nothing was drafted
+            return (
+                ((token,), (entry,) if entry else ()) for token, entry in zip(tokens.tolist(), entries, strict=True)
+            )
+        return self._checked(sequences, tokens.tolist(), entries)
+
+    @staticmethod
+    def _checked(
+        sequences: Sequence[ScheduledSequence], values: list[int], entries: list[TokenLogprobs | None]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]:
+        """The drafts that are accepted, and one token more."""
+        first = 0
         for sequence in sequences:
             end = first + 1 + len(sequence.drafts)
             new = accepted(values[first:end], sequence.drafts)

@@ -25,9 +25,6 @@ from requant.engine.sampling_math import (
 )
 from requant.engine.sampling_params import SamplingParams
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow, and change nothing."""
-
 _FLOAT32 = torch.finfo(torch.float32)
 
 LOGPROB_ROWS = 128
@@ -85,13 +82,15 @@ class _BehindDrafts:
 def sampling_rows(sequence: ScheduledSequence) -> list[SamplingRow]:
     """The rows of a sequence that samples: behind its last known token, and behind each of its drafts."""
     drafts = sequence.drafts
+    if not drafts:
+        return [sequence.request]
     behind = (_BehindDrafts(sequence.request, drafts[: count + 1]) for count in range(len(drafts)))
     return [sequence.request, *behind]
 
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether the most likely token is taken, without a random choice."""
-    return params.temperature < GREEDY_BELOW
+    return params.greedy
 
 
 def _is_penalized(params: SamplingParams) -> bool:
@@ -129,6 +128,8 @@ class Sampler:
         Returns:
             int64 [R] on the device.
         """
+        if all(row.params.most_likely for row in rows):
+            return logits.argmax(dim=1)
         if any(map(_is_edited, rows)):
             logits = self._edit(logits.clone(), rows)
         random = [index for index, row in enumerate(rows) if not is_greedy(row.params)]

@@ -3,12 +3,16 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 
 from requant.errors import RequestError
 
 MAX_LOGPROBS = 20
 """Most top log-probabilities a position can be asked for."""
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow, and change nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without a random choice."""
+        return self.temperature < GREEDY_BELOW
+
+    @cached_property
+    def most_likely(self) -> bool:
+        """Whether it is that of the model's own logits, which nothing edits."""
+        penalized = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return self.greedy and not (penalized or self.logit_bias or self.min_tokens)
 
     def __post_init__(self) -> None:
         """Normalize the collections (one string, a list, None, …) to plain data, and check every parameter."""

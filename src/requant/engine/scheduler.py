@@ -124,13 +124,15 @@ class Scheduler:
             spare = min(budget - count, budget - len(self._running) + len(sequences))
             drafts = request.drafts[: max(spare, 0)] if count == request.uncomputed else ()
             if self._grow(request, request.computed + count):
-                drafts = self._grow_for_drafts(request, request.computed + count, drafts)
+                if self.config.drafts:
+                    drafts = self._grow_for_drafts(request, request.computed + count, drafts)
                 sequences.append(self._take(request, count, drafts))
                 budget -= count + len(drafts)
         while budget and self._waiting and self._admit_next():
             request = self._running[-1]
             count = min(request.uncomputed, budget)
-            self._grow_for_drafts(request, request.computed + count, ())
+            if self.config.drafts:
+                self._grow_for_drafts(request, request.computed + count, ())
             sequences.append(self._take(request, count))
             budget -= count
         return ScheduledStep(tuple(sequences))
@@ -188,10 +190,12 @@ class Scheduler:
         if not self.pool.caching:
             return
         full = request.computed // self.config.block_size
+        if full <= request.published:
+            return
         self._extend_keys(request, full)
         for index in range(request.published, full):
             self.pool.publish(request.blocks[index], request.keys[index])
-        request.published = max(request.published, full)
+        request.published = full
 
     def _extend_keys(self, request: Request, full: int) -> None:
         size = self.config.block_size
@@ -202,12 +206,14 @@ class Scheduler:
     def _grow(self, request: Request, length: int) -> bool:
         """Give a running request blocks for ``length`` tokens, preempting younger ones; False if it went itself."""
         missing = self._blocks_for(length) - len(request.blocks)
+        if missing <= 0:
+            return True
         while missing > self.pool.num_free:
             victim = self._running.pop()
             self._preempt(victim)
             if victim is request:
                 return False
-        request.blocks += self.pool.allocate(max(missing, 0))
+        request.blocks += self.pool.allocate(missing)
         return True
 
     def _grow_for_drafts(self, request: Request, known: int, drafts: tuple[int, ...]) -> tuple[int, ...]:
@@ -216,8 +222,6 @@ class Scheduler:
         Returns:
             The drafts that there is room for.
         """
-        if not self.config.drafts:
-            return ()
         # The newest token and all drafts behind it but the last have keys and values of the layer that drafts.
         wanted = min(known + len(drafts) + self.config.drafts, request.max_length)
         missing = max(self._blocks_for(wanted) - len(request.blocks), 0)
