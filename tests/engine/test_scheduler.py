@@ -24,7 +24,7 @@ def request(name: str, length: int, first: int = 0, **params: object) -> Request
 
 
 def plan(step: ScheduledStep) -> list[tuple[str, int, int, bool]]:
-    return [(s.request.id, s.start, s.count, s.samples) for s in step.sequences]
+    return [(s.request.id, s.start, s.known, s.samples) for s in step.sequences]
 
 
 def sample(step: ScheduledStep, token: int = 99) -> None:
@@ -198,7 +198,7 @@ def test_prompt_logprobs_compute_every_position() -> None:
     scheduler.schedule()
     scheduler.add(request("second", 10, prompt_logprobs=1))
     sequence = scheduler.schedule().sequences[-1]
-    assert (sequence.start, sequence.count) == (0, 10)
+    assert (sequence.start, sequence.known) == (0, 10)
     assert sequence.prompt_positions == range(9)
     assert scheduler.prefix_queries == 10
 

@@ -60,7 +60,7 @@ def make_step(sequences: Sequence[ScheduledSequence], block_size: int) -> Step:
     Where all of them decode, each token is a sequence of its own, with the same pages: attention that is made for
     decoding, and its CUDA graphs, then serve drafts as well.
     """
-    if all(s.count == 1 and s.samples and not s.drafts for s in sequences):
+    if all(s.known == 1 and s.samples and not s.drafts for s in sequences):
         return _decode_step(sequences, block_size)
     counts = np.array([s.length for s in sequences], dtype=np.int64)
     starts = np.array([s.start for s in sequences], dtype=np.int64)
@@ -80,7 +80,7 @@ def make_step(sequences: Sequence[ScheduledSequence], block_size: int) -> Step:
         np.arange(end - 1 - len(s.drafts), end) for s, end in zip(sequences, query_start[1:], strict=True) if s.samples
     ]
     sampled_rows = np.concatenate(sampling) if sampling else np.zeros(0, dtype=np.int64)
-    if all(s.count == 1 and s.samples for s in sequences):
+    if all(s.known == 1 and s.samples for s in sequences):
         query_start, context_lens, tables = np.arange(len(ids) + 1), positions + 1, tables[rows]
     return Step(ids, positions, query_start, context_lens, tables, slots, prompt_rows, sampled_rows)
 

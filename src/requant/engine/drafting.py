@@ -74,7 +74,7 @@ def make_draft_step(
         following += (known + list(tokens) + list(sequence.drafts))[: sequence.length]
         count = _count(sequence, tokens, block_size, most)
         if count:
-            row = first + sequence.count - 1 + len(tokens) - 1
+            row = first + sequence.known - 1 + len(tokens) - 1
             position = sequence.stop + len(tokens) - 1
             drafting.append((index, row, position, request.blocks, count))
     pages = max((len(blocks) for _, _, _, blocks, _ in drafting), default=1)

@@ -5,7 +5,7 @@ these are plain data that pickles, since the server keeps the core in a process 
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from requant.engine.sampling_params import SamplingParams
 
@@ -48,8 +48,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class CoreOutput:
+class CoreOutput(NamedTuple):
     """What one step produced for one request.
 
     Attributes:

@@ -1,7 +1,6 @@
 """Runs the model on a step's sequences: inputs, forward (eager or as a CUDA graph), logits, sampling."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -154,7 +153,7 @@ class ModelRunner:
         drafts = self._drafter.draft(inputs, hidden, step)
         if drafts is not None:
             for index, count, tokens in zip(drafting, step.counts.tolist(), drafts.tolist(), strict=True):
-                outputs[index] = replace(outputs[index], drafts=tuple(tokens[:count]))
+                outputs[index] = outputs[index]._replace(drafts=tuple(tokens[:count]))
         return outputs
 
     @torch.inference_mode()

@@ -1,15 +1,16 @@
-"""What the engine core asks of whatever computes the model: one call a step."""
+"""What the engine core asks of whatever computes the model: one call a step.
+
+What there is of for each sequence of each step are named tuples: they are made in a third of a frozen dataclass's time.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from requant.engine.messages import TokenLogprobs
 from requant.engine.request import Request
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """The tokens of one request that a step computes: ``request.tokens[start:stop]``.
 
     ``request.blocks`` already covers them: the KV of position p goes to slot ``p % block_size`` of block
@@ -19,7 +20,7 @@ class ScheduledSequence:
     Attributes:
         request: Whose tokens they are; the runner changes nothing in it.
         start: Position of the first one.
-        count: How many, at least 1.
+        known: How many, at least 1.
         samples: Whether the next token is to be sampled from the logits of position ``stop - 1``, that is, whether
             all known tokens are covered; otherwise more of the prompt follows in a later step.
         prompt_positions: Positions within ``start:stop`` (maybe none) whose logits are wanted for the
@@ -31,7 +32,7 @@ class ScheduledSequence:
 
     request: Request
     start: int
-    count: int
+    known: int
     samples: bool = True
     prompt_positions: range = range(0)
     drafts: tuple[int, ...] = ()
@@ -39,12 +40,12 @@ class ScheduledSequence:
     @property
     def stop(self) -> int:
         """Position after the last known token."""
-        return self.start + self.count
+        return self.start + self.known
 
     @property
     def length(self) -> int:
         """How many tokens are computed, drafts included."""
-        return self.count + len(self.drafts)
+        return self.known + len(self.drafts)
 
     @property
     def tokens(self) -> list[int]:
@@ -52,8 +53,7 @@ class ScheduledSequence:
         return [*self.request.tokens[self.start : self.stop], *self.drafts]
 
 
-@dataclass(frozen=True)
-class RunnerOutput:
+class RunnerOutput(NamedTuple):
     """What a step gave for one scheduled sequence.
 
     Attributes:
@@ -96,8 +96,8 @@ class Runner(Protocol):
         """Compute one step.
 
         Args:
-            sequences: At least one, no request twice; decodes (count 1) come before longer ones, though a long
-                prompt's last chunk may have count 1 too.
+            sequences: At least one, no request twice; decodes (one known token) come before longer ones, though a long
+                prompt's last chunk may have one, too.
 
         Returns:
             One output for each of ``sequences``, in their order.
