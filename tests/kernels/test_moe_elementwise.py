@@ -50,6 +50,18 @@ def check_silu(rows: int, inner: int, dtype: torch.dtype, device: str) -> None:
     assert ((got.double() - wanted).abs() <= wanted.abs() * relative + smallest).all()
 
 
+def check_gated(rows: int, inner: int, dtype: torch.dtype, device: str) -> None:
+    """Of a dense MLP: the same kernel for silu, torch for anything else."""
+    from requant.kernels.triton.moe_elementwise import gated, silu_mul
+
+    y = make(rows, inner, dtype).to(device)
+    assert torch.equal(gated(y, "silu"), silu_mul(y))
+    wide = torch.cat([y, y], dim=1)[:, : 2 * inner]  # rows of a wider tensor
+    assert torch.equal(gated(wide, "swish"), silu_mul(y))
+    gate, up = y.cpu().chunk(2, dim=-1)
+    assert torch.allclose(gated(y, "gelu").cpu(), F.gelu(gate) * up, rtol=1e-2, atol=1e-3)
+
+
 def check_quantized_silu(kind: str, rows: int, inner: int, dtype: torch.dtype, device: str) -> None:
     """The codes and scales of what the unquantized kernel stores: the value is rounded before it is quantized."""
     from requant.kernels.triton.moe_elementwise import silu_mul, silu_mul_quantize
@@ -89,6 +101,13 @@ def test_silu_is_rounded_once(rows: int, inner: int, dtype: torch.dtype) -> None
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(("rows", "inner"), SHAPES)
+def test_a_dense_mlp_gates_with_the_same_kernel(rows: int, inner: int, dtype: torch.dtype) -> None:
+    check_gated(rows, inner, dtype, "cuda")
+
+
+@gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(("rows", "inner"), [*SHAPES, (5000, 768), (300, 6000)])
@@ -108,6 +127,7 @@ if __name__ == "__main__":
     for small_dtype in (FP16, FP32):
         for shape in SHAPES:
             check_silu(*shape, small_dtype, "cpu")
+            check_gated(*shape, small_dtype, "cpu")
             for small_kind in KINDS:
                 check_quantized_silu(small_kind, *shape, small_dtype, "cpu")
         for sizes in COMBINES:

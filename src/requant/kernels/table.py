@@ -44,11 +44,14 @@ A layer asks once, when it is built, and never looks at a format's name. Ops and
     ``k_cache`` (a view of the same memory): multi-head latent attention. No format: looked up as ``"*"``.
 
 ``rms_norm(x, weight, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]``
-    Root-mean-square norm of x + ``residual``, and the sum itself. Looked up as ``"*"``, as the following two are.
+    Root-mean-square norm of x + ``residual``, and the sum itself. Looked up as ``"*"``, as the following three are.
 
 ``heads(qkv, num_heads, norms, eps, rope, k_cache, v_cache, slots) -> Tensor``
     Normalize and rotate the heads of a layer's projection, store keys and values, and return the queries; see
     :func:`requant.kernels.rotary_reference.heads`.
+
+``gated(y: Tensor, activation: str) -> Tensor``
+    act(gate) · up of y [T, 2I], gate first; see :func:`requant.kernels.gated_reference.gated`.
 
 ``route(logits: Tensor, correction_bias: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]``
     Which experts each token goes to, and with which weights; see :func:`requant.kernels.routing_reference.route`.
@@ -95,6 +98,8 @@ _ROWS: dict[tuple[str, str, str], str] = {
     ("rms_norm", "*", "cuda"): "requant.kernels.triton.norm:rms_norm",
     ("heads", "*", "*"): "requant.kernels.rotary_reference:heads",
     ("heads", "*", "cuda"): "requant.kernels.triton.rotary:heads",
+    ("gated", "*", "*"): "requant.kernels.gated_reference:gated",
+    ("gated", "*", "cuda"): "requant.kernels.triton.moe_elementwise:gated",
     ("route", "*", "*"): "requant.kernels.routing_reference:route",
     ("route", "*", "cuda"): "requant.kernels.triton.routing:route",
     ("kv_write", "*", "*"): "requant.kernels.attention_reference:kv_write",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from requant.errors import ModelError
+from requant.kernels.table import lookup
 from requant.layers.linear import column_linear
 from requant.layers.row_linear import RowLinear
 from requant.parallel import ALONE, Ranks
@@ -42,15 +43,17 @@ class Mlp(nn.Module):
         self.gate_up_proj = column_linear(f"{name}.gate_up_proj", hidden_size, rows, what, bias, ranks)
         shares = ranks.shares(inner_size, what)
         self.down_proj = RowLinear(f"{name}.down_proj", inner_size, hidden_size, ranks, shares, bias, reduce)
-        self.act_fn = ACT2FN[activation]
+        self._activation = activation
         self._ranks = ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, H] → [T, H]."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        y = self.gate_up_proj(hidden)
+        if self._ranks.sum_dtype(y.dtype) == y.dtype:
+            return self.down_proj(lookup("gated", "*", y.device.type)(y, self._activation))
         # A processor takes some features of a row eight at a time and the last ones singly, with another last bit.
-        activated = self.act_fn(gate.to(self._ranks.sum_dtype(gate.dtype)))
-        return self.down_proj(activated.to(up.dtype) * up)
+        gate, up = y.chunk(2, dim=-1)
+        return self.down_proj(ACT2FN[self._activation](gate.to(self._ranks.sum_dtype(y.dtype))).to(up.dtype) * up)
 
 
 def check_activation(name: str) -> None:

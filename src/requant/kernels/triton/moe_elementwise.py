@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from requant.formats.fp8 import E4M3
+from requant.kernels import gated_reference
 from requant.kernels.triton.e4m3 import casts_in_hardware, e4m3_bits, scale_of
 
 # ``Format.activation`` → columns that share a scale; 0: the whole row.
@@ -106,6 +107,13 @@ def silu_mul_quantize(y: Tensor, kind: str, lead: int = 0, width: int | None = N
         num_warps=min(max(block // 512, 1), 16),
     )
     return q, scale
+
+
+def gated(y: Tensor, activation: str) -> Tensor:
+    """See :func:`requant.kernels.gated_reference.gated`; for silu in one launch, and rounded once."""
+    if activation not in ("silu", "swish"):
+        return gated_reference.gated(y, activation)
+    return silu_mul(y.contiguous())
 
 
 @triton.jit(do_not_specialize=["first", "count"])
